@@ -1,15 +1,13 @@
 """The state that accelerate keeps beside the engine, corrected for another number of processes.
 
-``Accelerator.load_state`` calls the engine's own load, so weights and optimizer state need nothing here. While
-zeroelastic is installed, its wrapper also corrects what accelerate (1.15) restores unchanged:
+``Accelerator.load_state`` calls the engine's own load. While zeroelastic is installed, its wrapper also corrects what
+accelerate (1.15) restores unchanged:
 
 * schedulers, which are stepped once per *process* for every optimizer step (``AcceleratedScheduler.step``);
-* ``accelerator.step``, which is restored only on ranks that find a file of their own, so that ranks enter different
-  collectives when others do not;
+* ``accelerator.step``, which is restored only on ranks that find a file of their own;
 * the random number generators of new ranks, and those in files left from an older save of more ranks.
 
-Calls without DeepSpeed ZeRO, and of runs that zeroelastic leaves to DeepSpeed, go to accelerate unchanged. This module
-never imports accelerate.
+Runs that zeroelastic does not load go to accelerate unchanged. This module never imports accelerate.
 """
 
 from __future__ import annotations
@@ -213,10 +211,7 @@ def _schedulers(accelerator: Any) -> list[Any]:
 
 
 def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
-    """The directory to load, of those that accelerate has named the newest complete one. Collective.
-
-    None where accelerate will raise an error.
-    """
+    """The directory to load, of numbered ones the newest complete one; None where accelerate will raise. Collective."""
     if input_dir is not None:
         return Path(input_dir).expanduser()
     config = accelerator.project_configuration
@@ -297,8 +292,8 @@ def _correct(
 class DataPosition:
     """Where the next optimizer step begins in the data: after ``steps`` optimizer steps of epoch ``epoch``.
 
-    ``batches`` of the prepared DataLoader are what ``skip_first_batches`` takes; ``samples`` of the epoch are consumed
-    over all ranks. ``steps_per_epoch`` is None for a stream without length.
+    ``skip_first_batches`` takes ``batches``; all ranks have consumed ``samples`` of the epoch. ``steps_per_epoch`` is
+    None for a stream without length.
     """
 
     epoch: int

@@ -1,10 +1,8 @@
 """The state of data loaders in ``fabric.load``, which fits no other number of ranks.
 
-``fabric.load`` calls the engine's own load, and gives every object in the state dict what it saved; new ranks get that
-of rank 0. torchdata's ``StatefulDataLoader`` saves the batches of one rank. While zeroelastic is installed, the wrapper
-of ``DeepSpeedStrategy.load_checkpoint`` refuses one of a run of another size, before anything is loaded.
-
-This module never imports Lightning or torchdata.
+torchdata's ``StatefulDataLoader`` saves the batches of one rank, and new ranks get the state of rank 0. While
+zeroelastic is installed, ``DeepSpeedStrategy.load_checkpoint`` refuses one of a run of another size, before anything is
+loaded. This module never imports Lightning or torchdata.
 """
 
 from __future__ import annotations

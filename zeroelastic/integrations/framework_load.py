@@ -1,8 +1,4 @@
-"""A framework's own load of a checkpoint, with what the integrations do before and after it.
-
-Before: which of its checkpoints is the newest that is complete, and what it says of the run that wrote it. After: state
-outside of the engine is corrected, and notes on that are added to the engine's resume report.
-"""
+"""A framework's own load: which of its checkpoints is the newest complete one, and what is corrected after the load."""
 
 from __future__ import annotations
 
@@ -107,23 +103,18 @@ def read_checkpoint(find: Callable[[], FilePath], read: Callable[[Checkpoint], T
 
     None where there is no ZeRO checkpoint that can be read: the engine's own load then raises the reason.
     """
-    return read_on_rank_0(lambda: read_tag(find(), lambda opened: read(open_checkpoint(opened))))
+
+    def look() -> T | None:
+        with suppress(ZeroElasticError):
+            return read_tag(find(), lambda opened: read(open_checkpoint(opened)))
+        return None
+
+    return on_rank_0(look)
 
 
 def read_folder(folder: Path, read: Callable[[Checkpoint], T | None]) -> T | None:
     """``read_checkpoint`` of the tag in a folder of a framework. Collective."""
     return read_checkpoint(lambda: find_source(folder).tag_dir, read)
-
-
-def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
-    """Return what ``read`` returns on rank 0, on every rank; None where it raises an error of ours. Collective."""
-
-    def look() -> T | None:
-        with suppress(ZeroElasticError):
-            return read()
-        return None
-
-    return on_rank_0(look)
 
 
 def on_rank_0(read: Callable[[], T]) -> T:
@@ -184,8 +175,7 @@ def newest_complete(
 ) -> Newest | None:
     """The first of the folders, newest first, that ``check`` finds complete; None where none is. Collective.
 
-    A save that was cut short leaves a folder that is newer than the last complete checkpoint, and from which no resume
-    goes on. Rank 0 warns of those that are passed over. One that cannot be read here and now is not: the load says why.
+    Rank 0 warns of those that are passed over. One that cannot be read here and now is not: its load says why.
     """
 
     def look() -> tuple[Newest | None, str]:
@@ -202,7 +192,7 @@ def newest_complete(
                 return Newest(folder, tuple(problems)), " ".join(problems.values())
         return None, ""
 
-    newest, problems = read_on_rank_0(look) or (None, "")
+    newest, problems = on_rank_0(look)
     if newest is not None and newest.passed_over and (not dist.is_initialized() or dist.get_rank() == 0):
         passed = ", ".join(folder.name for folder in newest.passed_over)
         logger.warning(
@@ -239,11 +229,10 @@ def load_and_correct(
 ) -> T:
     """Return the result of ``load`` of a tag, after ``correct`` has corrected what it restored. Collective.
 
-    ``read`` returns what the checkpoint says of the run that wrote it, and ``refuse`` raises, before anything is
-    changed, where that run cannot go on here; where it is None, nothing is corrected. The notes of ``correct`` are
-    added to the report of the engine's load, and rank 0 logs them at the highest of their levels. ``settings``, how to
-    keep the global batch in the framework's own words, is added where the report says that the batch changed, which
-    makes it a warning, and to a StrictError of the load.
+    ``read`` returns what the checkpoint says of the run that wrote it; where it is None, nothing is corrected.
+    ``refuse`` raises, before anything is changed, where that run cannot go on here. Rank 0 logs the notes of
+    ``correct``, and the engine's report gets them. ``settings``, how to keep the global batch in the framework's own
+    words, is added to a StrictError and where the report says that the batch changed.
     """
     refuse_cut_short(directory)
     saved = read_checkpoint(lambda: directory / tag, read)

@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 def save_with_files(engines: Iterable[Any], save: Callable[[], T]) -> T:
-    """Return the result of ``save``, which saves engines and writes files beside their tags; note when all are there.
+    """Return the result of ``save``, which saves engines and writes files beside their tags. Collective.
 
-    Collective. What a rank fails with is raised on all; then the note says that the files are not all of one save.
+    An error of a rank is raised on all; then the note says that the files are not all of one save.
     """
     saved: dict[Path, dict[str, Any]] = {}
 

@@ -24,10 +24,7 @@ from zeroelastic.torch_file.header import read_tree
 
 
 def saved_rank_states(directory: Path, rank: int) -> dict[object, object] | None:
-    """A rank's generators and ``accelerator.step``, not executed; None without a file, or if it is damaged.
-
-    accelerate passes over both without a word.
-    """
+    """A rank's generators and ``accelerator.step``, not executed; None without a file, or if it is damaged."""
     with suppress(ZeroElasticError):
         states = read_tree(directory / f"random_states_{rank}.pkl")
         return states if isinstance(states, dict) else None
@@ -35,10 +32,7 @@ def saved_rank_states(directory: Path, rank: int) -> dict[object, object] | None
 
 
 def reseed_new_rank(directory: Path, saved_size: int, identity: str, notes: Notes) -> None:
-    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the others have their files. Collective.
-
-    ``identity`` is what the seeds are made of, with the rank.
-    """
+    """Seed the generators of new ranks from ``identity`` and the rank; the others have their files. Collective."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     has_file = all_gather(saved_rank_states(directory, rank) is not None)
     old = range(min(world_size, saved_size))

@@ -1,16 +1,15 @@
 """The state that Lightning keeps beside the engine, corrected for another world size.
 
-Loops, callbacks, schedulers and the datamodule are saved in the engine's client state, of which new ranks get that of
-rank 0, so they need nothing here. While zeroelastic is installed, the wrapper of ``DeepSpeedStrategy.load_checkpoint``
-also corrects what Lightning (2.6) restores unchanged:
+New ranks get the client state of rank 0. While zeroelastic is installed, the wrapper of
+``DeepSpeedStrategy.load_checkpoint`` also corrects what Lightning (2.6) restores unchanged:
 
 * the counters of the loops, which count micro-batches of one rank and differ where the accumulation changed;
 * the position in the data: at any world size, Lightning begins the epoch again while its counters go on;
 * the scale of gradients, which changes with the accumulation, because Lightning and DeepSpeed both divide the loss by
   it. The option ``"keep_gradient_scale"`` keeps the saved scale.
 
-Runs without ZeRO, runs that zeroelastic leaves to DeepSpeed, and calls other than ``fit`` go to Lightning unchanged.
-This module never imports Lightning.
+Runs that zeroelastic does not load, and calls other than ``fit``, go to Lightning unchanged. This module never imports
+Lightning.
 """
 
 from __future__ import annotations
@@ -288,8 +287,7 @@ def _skip_at_setup(fit_loop: Any, batches: int, whole: int) -> None:
 def _batches_done(combined: Any, batches: int) -> list[int]:
     """How many batches of each loader are done after so many of the epoch; none where the epoch is over.
 
-    A loader that is shorter than the epoch begins again within it, in the order that it has in this epoch, or has no
-    batches left.
+    A loader that is shorter than the epoch begins again within it, or has no batches left.
     """
     lengths = [_length(loader) for loader in combined.flattened]
     if batches >= (min if combined._mode == "min_size" else max)(lengths):

@@ -1,9 +1,9 @@
 """ms-swift's order of samples, kept at another number of ranks.
 
-``swift.dataloader.shard.BatchSamplerShard`` (ms-swift up to 4.6) permutes ``samples // ranks * ranks`` numbers, so
-that the epochs of 100 samples are other permutations on 3 ranks than on 2, and a resume repeats samples. While
-zeroelastic is installed, a run that resumes permutes as many numbers as the run that it continues, and records how
-many; the ranks take turns in that order, as they do in ms-swift. Versions that permute all samples are left alone.
+``swift.dataloader.shard.BatchSamplerShard`` (ms-swift up to 4.6) permutes ``samples // ranks * ranks`` numbers, so that
+another number of ranks has other permutations, and a resume repeats samples. While zeroelastic is installed, a run that
+resumes permutes as many numbers as the run that it continues, and records how many. Versions that permute all samples
+are left alone.
 """
 
 from __future__ import annotations

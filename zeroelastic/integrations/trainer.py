@@ -1,12 +1,8 @@
 """``Trainer.train`` and the saves in it: which checkpoint a run resumes from, and when older ones are removed.
 
-A resumed run with ``group_by_length`` has the order of samples of rank 0 on all ranks, and says where it is another one
-than in the saved run.
-
-A save that was cut short is passed over by a resume from the last checkpoint. Where saves are in the background,
-``save_total_limit`` removes no checkpoint before the one after it is complete, and the last save is complete before
-the end of the training loads the best checkpoint or removes others. ``trainer_batch`` is applied here.
-Wrapped by ``deepspeed/install/frameworks`` where transformers is imported; written for transformers 5.23.
+A save that was cut short is passed over. Where saves are in the background, ``save_total_limit`` removes no checkpoint
+before the one after it is complete. A resumed run with ``group_by_length`` has the order of samples of rank 0 on all
+ranks, and says where it is another one than in the saved run. Written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -216,8 +212,7 @@ def _groups_by_length(args: Any) -> bool:
 class OrderOfRank0(Sampler[int]):
     """The indices that a sampler has on rank 0, on every rank. To begin an epoch is collective.
 
-    The sampler of ``group_by_length`` draws from the generator of the process, which is not the same on ranks that the
-    saved run did not have: each of them would take its part of another order.
+    The sampler of ``group_by_length`` draws from the generator of the process, which new ranks have not.
     """
 
     def __init__(self, order: Sampler[int]) -> None:
@@ -238,8 +233,8 @@ def _order_of_rank_0(sampler_of: Callable[..., Sampler[int] | None], *args: Any,
 def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
     """Say where the order of ``group_by_length`` is not that of the saved run. StrictError, the same on every rank.
 
-    Its groups are made from the batch of one rank, and it draws from a generator of which the state at the beginning
-    of the epoch was not saved: in the first epoch, that is the seed.
+    Its groups are made from the batch of one rank, and the generator's state at the beginning of the epoch is not
+    saved.
     """
     report = last_report(trainer.model_wrapped)
     if report is None or report.batch_changed:  # which has a warning of its own

@@ -1,9 +1,8 @@
 """``"keep_global_batch": true``: a Trainer that resumes at another number of ranks keeps the global batch of the save.
 
-Front ends on top of the Hugging Face Trainer (TRL, LLaMA-Factory, ms-swift, axolotl) are started with a batch per
-device, which at another number of ranks is another global batch: other samples, another schedule. With the option,
-``Trainer.train`` first sets the micro batch and the accumulation with which this number of ranks has the saved global
-batch (``trainer``).
+Front ends on top of the Trainer (TRL, LLaMA-Factory, ms-swift, axolotl) are started with a batch per device, which at
+another number of ranks is another global batch. ``Trainer.train`` first sets the micro batch and the accumulation with
+which this number of ranks has the saved one.
 """
 
 from __future__ import annotations
@@ -105,10 +104,7 @@ def _is_about(values: Mapping[str, int], mismatch: str) -> bool:
 
 
 def _saved_batch(checkpoint: Path) -> int | None:
-    """The global batch that a ``checkpoint-N`` records, 0 where it records none, on every rank. Collective.
-
-    None where it cannot be read: its load says why.
-    """
+    """The global batch that a ``checkpoint-N`` records, or 0; None where it cannot be read. Collective."""
 
     def read(opened: Checkpoint) -> int:
         return opened.train_batch_size(opened.shard(0)) or 0

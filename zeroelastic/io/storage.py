@@ -103,7 +103,8 @@ class LocalFile(Blocks):
         self._close()
 
 
-def _place(path: FilePath) -> DiskPath | RemotePath:
+def place(path: FilePath) -> DiskPath | RemotePath:
+    """What can be asked of a path, wherever it is."""
     return path if isinstance(path, RemotePath) else DiskPath(path)
 
 
@@ -113,14 +114,9 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     Links to files count as files. One listing, so one request where the directory is remote and not large. Raises
     MissingFileError where there is no such directory, UnreadableError where it cannot be listed.
     """
-    entries = _place(directory).entries()
+    entries = place(directory).entries()
     files = {name: size for name, size in entries if size is not None}
     return files, tuple(sorted(name for name, size in entries if size is None))
-
-
-def file_names(directory: FilePath) -> frozenset[str]:
-    """The files of a directory: of a local one without looking at each. Lists and raises as ``list_directory``."""
-    return _place(directory).file_names()
 
 
 def file_sizes(directory: FilePath) -> dict[str, int]:
@@ -166,22 +162,12 @@ def directory_exists(directory: FilePath) -> bool:
 
     Raises UnreadableError where that cannot be known.
     """
-    return _place(directory).exists()
-
-
-def file_version(path: FilePath) -> str:
-    """A text that is another one where a file was replaced: its size, and the time of its change or the store's tag."""
-    return _place(path).version()
-
-
-def modified_at(path: FilePath) -> float:
-    """When a file or directory changed, in seconds since 1970; 0 where that is not known, as behind a URL."""
-    return _place(path).modified_at()
+    return place(directory).exists()
 
 
 def file_size(path: FilePath) -> int | None:
     """Size of a file in bytes, None where there is none. Raises UnreadableError where it cannot be known."""
-    return _place(path).size()
+    return place(path).size()
 
 
 def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
@@ -190,7 +176,7 @@ def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
     Raises MissingFileError, UnreadableError with the file and what went wrong.
     """
     with _named_errors(path, f"reading at byte {offset} failed"):
-        return _place(path).read(offset, nbytes) if nbytes > 0 else b""
+        return place(path).read(offset, nbytes) if nbytes > 0 else b""
 
 
 def read_exactly(path: FilePath, offset: int, nbytes: int) -> bytes:
@@ -199,13 +185,13 @@ def read_exactly(path: FilePath, offset: int, nbytes: int) -> bytes:
     Raises MissingFileError, UnreadableError, CheckpointError for a file that ends before.
     """
     with _named_errors(path, f"reading at byte {offset} failed"):
-        return _place(path).read_exactly(offset, nbytes) if nbytes > 0 else b""
+        return place(path).read_exactly(offset, nbytes) if nbytes > 0 else b""
 
 
 def read_whole(path: FilePath, *, limit: int) -> bytes:
     """A small file. Raises MissingFileError, UnreadableError, CheckpointError: has more than ``limit`` bytes."""
     with _named_errors(path, "cannot be read"):
-        data = _place(path).read(0, limit + 1)
+        data = place(path).read(0, limit + 1)
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit} bytes, which such a file never has.")
     return data

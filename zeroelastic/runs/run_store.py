@@ -22,7 +22,7 @@ from pathlib import Path
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath, local_paths, relative_name
-from zeroelastic.io.storage import directory_exists, folders, modified_at
+from zeroelastic.io.storage import directory_exists, folders, place
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
@@ -130,7 +130,7 @@ class RunStore:
         except MissingFileError:
             return None
         except UnreadableError:  # ``check_tag`` reports the reason, and that it is undecided
-            return Tag(name, folder, folder, step, "name", modified_at(folder))
+            return Tag(name, folder, folder, step, "name", place(folder).modified_at())
         latest, problem = named_latest(folder)
         chosen = latest if latest in inside else inside[-1] if inside else None
         tag = None if chosen is None else tag_at(folder, chosen)

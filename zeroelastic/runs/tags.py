@@ -30,7 +30,7 @@ from zeroelastic.errors import (
     some,
 )
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes, modified_at
+from zeroelastic.io.storage import file_sizes, place
 from zeroelastic.runs.names import HERE, LATEST, directory_of
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.header import read_torch_file
@@ -171,11 +171,11 @@ def _look_at(path: FilePath, opened: FilePath, name: str) -> Tag | None:
         return None
     except (CheckpointError, UnreadableError):  # it cannot be listed, so it cannot be loaded
         is_tag = step is not None
-    return Tag(name, path, path, step, None if step is None else "name", modified_at(path)) if is_tag else None
+    return Tag(name, path, path, step, None if step is None else "name", place(path).modified_at()) if is_tag else None
 
 
 def _of_record(path: FilePath, name: str, opened: FilePath) -> Tag | None:
-    record, changed = read_record(opened), modified_at(opened / RECORD_NAME)
+    record, changed = read_record(opened), place(opened / RECORD_NAME).modified_at()
     if record is None:
         return None
     return Tag(
@@ -209,7 +209,7 @@ def _of_header(path: FilePath, name: str, opened: FilePath) -> Tag:
     states = read_torch_file(file, foreign="inert").root
     if not isinstance(states, dict):
         raise UnsafePickleError(f"{file}: is not a DeepSpeed model states file.")
-    step, changed, params = states.get("global_steps"), modified_at(file), None
+    step, changed, params = states.get("global_steps"), place(file).modified_at(), None
     with suppress(CheckpointError, UnsupportedError):
         params = params_digest(chain.from_iterable(trained_tables(states, file)))
     return Tag(name, path, path, step if type(step) is int else 0, "header", changed, trained_params=params)

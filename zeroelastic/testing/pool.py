@@ -1,8 +1,7 @@
 """Functions run on ranks of one machine: new processes, a rendezvous by file, a time limit, the first traceback.
 
-Ranks are forked from a process that has imported torch and deepspeed, which takes milliseconds. Every run has new
-ranks, so no global state of torch or deepspeed (process groups, parameter ids, caches by world size) is passed from one
-run to the next. When a run ends, no process of a rank is left.
+Ranks are forked from a process that has imported torch and deepspeed. Every run has new ranks, so no global state of
+torch or deepspeed is passed from one run to the next. When a run ends, no process of a rank is left.
 """
 
 from __future__ import annotations
@@ -74,16 +73,14 @@ def run_ranks(
     backend: str = "gloo",
     **kwargs: Any,
 ) -> list[T]:
-    """Results, by rank, of ``fn(*args, **kwargs)`` run in ``world_size`` new processes, one process group.
+    """Results, by rank, of ``fn(*args, **kwargs)`` in ``world_size`` new processes: one run of a ``RankPool``.
 
-    This is one run of a ``RankPool``, which says more.
+    def total(x: int) -> int:
+        t = torch.tensor(x + dist.get_rank())
+        dist.all_reduce(t)
+        return int(t)
 
-        def total(x: int) -> int:
-            t = torch.tensor(x + dist.get_rank())
-            dist.all_reduce(t)
-            return int(t)
-
-        assert run_ranks(total, 3, 10) == [33, 33, 33]
+    assert run_ranks(total, 3, 10) == [33, 33, 33]
     """
     with RankPool(backend=backend) as pool:
         return pool.run(fn, world_size, *args, timeout=timeout, **kwargs)
@@ -96,10 +93,10 @@ class RankPool:
             for world_size in (1, 2, 3, 4):
                 pool.run(train_step, world_size)
 
-    The backend "gloo" runs on the CPU, on every machine; "nccl" gives each rank its own GPU, and a new interpreter,
-    because CUDA does not survive a fork. ``preload`` names modules that are imported once, before any rank is forked.
-    Ranks have the caller's environment, working directory and sys.path at the moment a run starts. Of a variable that
-    libraries read when they are imported, such as OMP_NUM_THREADS, the value at the first run counts.
+    The backend "gloo" runs on the CPU; "nccl" gives each rank its own GPU, and a new interpreter, because CUDA does not
+    survive a fork. ``preload`` names modules that are imported once. Ranks have the caller's environment, working
+    directory and sys.path; of a variable that is read on import, such as OMP_NUM_THREADS, the value at the first run
+    counts.
     """
 
     def __init__(self, *, preload: Sequence[str] = (), backend: str = "gloo") -> None:
@@ -125,16 +122,14 @@ class RankPool:
     ) -> list[T]:
         """Results, by rank, of ``fn(*args, **kwargs)`` on ``world_size`` ranks, one process group.
 
-        torch.distributed is initialised before fn runs, through a file in a private directory: no port is opened, and
-        ``deepspeed.initialize`` and ``deepspeed.init_distributed`` adopt the process group. RANK, LOCAL_RANK,
-        WORLD_SIZE, LOCAL_WORLD_SIZE and DS_ACCELERATOR are set, and OMP_NUM_THREADS=1 unless the caller has set it. fn,
-        its arguments and its result are pickled, so fn must be defined at the top level of a module; tensors may be
-        among them. The output of the ranks is shown when one fails; with ZEROELASTIC_TEST_VERBOSE=1 it is shown at
-        once. ``timeout`` is in seconds and does not include the first imports. For ``grace`` seconds after the first
-        failure, failures of other ranks are reported too.
+        torch.distributed is initialised before fn runs, through a file: no port is opened, and DeepSpeed adopts the
+        process group. The variables of a launcher and DS_ACCELERATOR are set, and OMP_NUM_THREADS=1 unless the caller
+        has set it. fn, its arguments and its result are pickled, so fn must be defined at the top level of a module.
+        What ranks print is shown when one fails; with ZEROELASTIC_TEST_VERBOSE=1 at once. ``timeout`` is in seconds,
+        without the first imports. For ``grace`` seconds after the first failure, failures of other ranks are reported
+        too.
 
-        Raises RankError with the first rank's traceback when one fails, and RankTimeoutError with the stacks of the
-        ranks that hang. The pool stays usable.
+        Raises RankError with the first rank's traceback, RankTimeoutError with the stacks of the ranks that hang.
         """
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a run needs at least one rank.")
@@ -256,8 +251,7 @@ class _Rank:
 def _supervise(context: ForkContext | SpawnContext, jobs: list[RankJob], owner: Connection) -> list[bytes] | RankError:
     """Start one process for each job and wait for all of them; none is left afterwards.
 
-    Returns the pickled results by rank, or the error that says which ranks failed, or hung. Raises EOFError when
-    ``owner``, the connection to the process that requested the run, is closed meanwhile.
+    Returns the pickled results by rank, or the error. Raises EOFError when ``owner``, which requested the run, is gone.
     """
     deadline = time.monotonic() + jobs[0].timeout
     ranks: list[_Rank] = []
@@ -293,8 +287,7 @@ def _watch(ranks: list[_Rank], deadline: float, owner: Connection) -> None:
 def _judge(ranks: list[_Rank]) -> RankError | None:
     """Order the failures, if there are any; without one, ranks that have not ended have hung.
 
-    Deaths come before exceptions: a rank that raised keeps its sockets, so its peers do not notice, while a death
-    breaks the collectives of its peers, and their errors may be reported first.
+    Deaths come first: they break the collectives of others, whose errors may be reported before.
     """
     kind = RankError
     if not any(isinstance(rank.end, RankFailure) for rank in ranks):

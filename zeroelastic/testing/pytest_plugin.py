@@ -1,11 +1,4 @@
-"""pytest plugin with the ``rank_pool`` fixture.
-
-A conftest.py uses it by name:
-
-    pytest_plugins = ["zeroelastic.testing.pytest_plugin"]
-
-It is not registered by being installed.
-"""
+"""The fixture ``rank_pool``; a conftest.py has ``pytest_plugins = ["zeroelastic.testing.pytest_plugin"]``."""
 
 from __future__ import annotations
 

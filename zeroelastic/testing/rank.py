@@ -1,8 +1,7 @@
 """The process of one rank: what is imported before it is forked, its first instructions, its end.
 
-A rank reports how its function ended, and then waits until it may leave or is killed. It never closes its sockets
-before that, so that a failing rank does not make its peers fail too: the first traceback is the cause. Its output, the
-traceback and the stacks of a crash or a hang are in one file. Nothing else of zeroelastic is imported here.
+A rank reports how its function ended, and then waits until it may leave or is killed: a failing rank that closes its
+sockets would make its peers fail too. Its output, traceback and stacks are in one file.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ _PR_SET_PDEATHSIG = 1
 class RankJob:
     """The description of one rank process.
 
-    ``call`` is a function with its arguments, pickled. ``directory`` is private to the run and shared by its ranks: it
-    holds the rendezvous file and the output of each rank. ``timeout`` is in seconds, and so is ``grace``, the time that
-    other ranks have to fail after the first one. With a ``world_size`` of 0 the process has no process group.
+    ``call`` is a function with its arguments, pickled. ``directory``, of the run, holds the rendezvous file and the
+    output of each rank. ``grace`` is the time in seconds that others have to fail after the first. With a
+    ``world_size`` of 0 the process has no process group.
     """
 
     rank: int
@@ -85,7 +84,7 @@ class RankJob:
 class RankFailure:
     """The failure of one rank: one line, and the last lines that the rank printed, its traceback or stacks among them.
 
-    ``died``: the process ended, or was killed, by itself. ``moment_ns`` is the time by ``time.monotonic_ns``.
+    ``died``: the process ended by itself. ``moment_ns`` is the time by ``time.monotonic_ns``.
     """
 
     rank: int
@@ -96,10 +95,7 @@ class RankFailure:
 
 
 def rank_main(job: RankJob, deadline: float, parent_pid: int, supervisor: Connection) -> None:
-    """Run the job's call and send its result, pickled, or the failure; the entry point of a rank process.
-
-    At the ``deadline``, by ``time.monotonic``, the rank prints the stacks of all threads.
-    """
+    """Run the job's call and send its pickled result, or the failure; at the ``deadline`` all stacks are printed."""
     end: bytes | RankFailure
     try:
         become_rank(job, parent_pid)
@@ -169,9 +165,8 @@ def _init_process_group(job: RankJob) -> None:
 def preload(names: Iterable[str]) -> None:
     """Import modules, and get the CPU information once, for all processes that are forked from this one.
 
-    DeepSpeed gets that twice for each op that a rank loads, and each time starts a process that takes a second or more.
-    A quarter of the time of these imports is the garbage collector's, which finds little: it is off meanwhile. Frozen
-    objects are neither collected nor copied in the forked processes.
+    DeepSpeed gets it twice for each op, in a process that takes a second. The garbage collector, a quarter of the time
+    of these imports, is off meanwhile; frozen objects are neither collected nor copied in the forked processes.
     """
     gc.disable()
     for name in names:
@@ -188,10 +183,7 @@ def preload(names: Iterable[str]) -> None:
 
 
 def prepare_deepspeed() -> None:
-    """Import deepspeed, if it is installed, without the shared-memory op that it compiles on first use.
-
-    The op is for inference, and is only used where LOCAL_SIZE is set; compiling it takes half a minute.
-    """
+    """Import deepspeed, if it is installed, without the op for inference that it compiles on first use."""
     with suppress(ModuleNotFoundError):
         backend = importlib.import_module("deepspeed.comm.torch")
         setattr(backend, "build_shm_op", lambda: None)  # noqa: B010 - mypy allows no assignment to a module

@@ -49,16 +49,15 @@ def assert_resumes(
     On ``save_world_size`` ranks, the model of ``build()`` is trained for two steps, saved, and trained for two more. On
     ``load_world_size`` ranks, a second model, with all weights and buffers changed, loads the checkpoint and is trained
     for the last two steps. The result of ``gather_state``, the client state and every rank's copy of the weights must
-    be the same bit for bit, the content roots in the resume report equal, and the losses within ``rtol`` and ``atol``
-    (sums are taken in another order; 16-bit training needs about 1e-2).
+    be the same bit for bit, the content roots equal, and the losses within ``rtol`` and ``atol`` (sums are taken in
+    another order; 16-bit training needs about 1e-2).
 
-    ``build()`` returns a model, (model, optimizer) or (model, optimizer, lr scheduler); it is called on every rank and
-    must return the same values there. ``batch(step, global_batch)`` returns the whole batch of one step: a tensor, or a
-    tuple, list or dict of tensors whose first dimension is the batch. Each rank trains on its slice, so switch dropout
-    off. ``loss(engine, batch)`` returns the mean loss of a slice. Define these functions at the top level of a module.
-    The global batch is the config's train_batch_size, which both sizes must divide. ``pool``, such as the fixture
-    ``rank_pool``, saves the start-up time; ``RankPool(backend="nccl")`` runs on GPUs. ``timeout`` is in seconds, for
-    each size.
+    ``build()`` returns a model, (model, optimizer) or (model, optimizer, lr scheduler), with the same values on every
+    rank. ``batch(step, global_batch)`` returns the whole batch of one step: a tensor, or a tuple, list or dict of
+    tensors; each rank trains on its slice, so switch dropout off. ``loss(engine, batch)`` returns the mean loss of a
+    slice. Define these at the top level of a module. Both sizes must divide train_batch_size. ``pool``, such as the
+    fixture ``rank_pool``, saves the start-up time; ``RankPool(backend="nccl")`` runs on GPUs. ``timeout`` is in
+    seconds, for each size.
 
         def test_my_model_resumes_on_3_of_4_ranks(rank_pool):
             assert_resumes(build, DS_CONFIG, 4, 3, batch=batch, loss=loss, pool=rank_pool)

@@ -1,7 +1,6 @@
 """The whole training state of a ZeRO engine, gathered, and its comparison bit for bit.
 
-It is gathered from the live optimizer with DeepSpeed's own tables and collectives only, and shares no code with the
-modules that save and load checkpoints, because their results are judged by it.
+It is gathered with DeepSpeed's own tables and collectives only: the modules that save and load are judged by it.
 """
 
 from __future__ import annotations
@@ -145,9 +144,8 @@ def _flat_groups(
 ) -> Iterator[tuple[str, Entry]]:
     """Master weights and optimizer state at stages 1 and 2.
 
-    The place of a parameter in its group's flat buffer follows from the memory that its 16-bit weight is a view of, and
-    not from DeepSpeed's tables: under ``round_robin_gradients`` those that ``safe_get_full_fp32_param`` uses are of
-    another order than the buffer (DeepSpeed 0.19.8).
+    The place of a parameter in its group's flat buffer follows from the memory that its 16-bit weight is a view of:
+    DeepSpeed's tables are of another order under ``round_robin_gradients`` (0.19.8).
     """
     for group in groups:
         tensors, numbers = _split_state(optimizer.optimizer.state.get(group.master, {}), group.master)

@@ -33,7 +33,7 @@ from zeroelastic.checkpoint.tag_files import (
 from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, local_path
-from zeroelastic.io.storage import file_names, file_size, file_sizes
+from zeroelastic.io.storage import file_size, file_sizes, place
 
 _Identity = tuple[int, int, int]
 
@@ -167,7 +167,7 @@ def _list_together(tag_dir: Path) -> Inventory:
 
     def look() -> Inventory:
         try:
-            names = file_names(tag_dir)
+            names = place(tag_dir).file_names()
         except MissingFileError:
             names = frozenset()
         record = read_record(tag_dir) if RECORD_NAME in names else None

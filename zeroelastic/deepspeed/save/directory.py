@@ -38,7 +38,7 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_names, file_size
+from zeroelastic.io.storage import file_size, place
 from zeroelastic.runs.names import LATEST, run_of
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import PublishedTag, carry_over, make_staging_dir, publish_tag, staging_dir_of
@@ -168,7 +168,7 @@ class SaveDirectory:
         self._check_sizes(written)
         if not self.is_leader:
             return
-        found = file_names(self.staging_dir)
+        found = place(self.staging_dir).file_names()
         here = [each.sizes if self.leaders[rank] == self.rank else {} for rank, each in enumerate(written)]
         self._require_seen({rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
         unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)

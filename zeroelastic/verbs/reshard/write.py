@@ -31,7 +31,7 @@ from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.errors import CheckpointError, DigestMismatchError, some
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
-from zeroelastic.io.storage import file_version
+from zeroelastic.io.storage import place
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import directory_digest
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
@@ -105,7 +105,7 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
     return {
         "zeroelastic": __version__,
         "source": str(plan.source.tag_dir),
-        "files": {str(path): file_version(path) for path in files},
+        "files": {str(path): place(path).version() for path in files},
         "source_root": checkpoint.inventory.content_root,
         "world_size": plan.options.world_size,
         "stage": plan.target.stage,
