@@ -17,7 +17,7 @@ from synthetic import gather, write_checkpoint
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
-from zeroelastic.io import retries
+from zeroelastic.io import retries, storage
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.remote import read_ranges
 from zeroelastic.io.storage import (
@@ -26,7 +26,6 @@ from zeroelastic.io.storage import (
     file_sizes,
     folders,
     list_directory,
-    place,
     read_range,
     read_whole,
 )
@@ -66,9 +65,9 @@ def test_a_link_in_a_directory_does_not_hide_the_others(tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "d").mkdir()
     (tmp_path / "ring").symlink_to("ring")
-    assert list_directory(tmp_path) == ({"a": 5}, ("d",)) and place(tmp_path).file_names() == {"a"}
+    assert list_directory(tmp_path) == ({"a": 5}, ("d",)) and storage.place(tmp_path).file_names() == {"a"}
     (tmp_path / "long").symlink_to("x" * 300)
-    for look in (list_directory, lambda path: place(path).file_names()):
+    for look in (list_directory, lambda path: storage.place(path).file_names()):
         with pytest.raises(UnreadableError, match=f"^{tmp_path / 'long'}: cannot be looked at: File name too long"):
             look(tmp_path)
 

@@ -33,16 +33,10 @@ from zeroelastic.deepspeed.live.kinds import is_without_optimizer
 from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending, pending_of
 from zeroelastic.distributed.collective import all_or_raise
-from zeroelastic.errors import (
-    MissingFileError,
-    StrictError,
-    UnsupportedError,
-    some,
-)
+from zeroelastic.errors import MissingFileError, StrictError, UnsupportedError, some
 from zeroelastic.integrations.framework_load import (
     BatchSettings,
     Notes,
-    batch_of,
     check_tag,
     is_loaded_here,
     load_and_correct,
@@ -50,7 +44,6 @@ from zeroelastic.integrations.framework_load import (
     numbered,
     on_rank_0,
     require_one_save,
-    saved_batch,
 )
 from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.integrations.generators import reseed_new_rank, saved_rank_states
@@ -250,14 +243,14 @@ def _numbered(accelerator: Any) -> list[Path]:
 def _read(directory: Path, checkpoint: Checkpoint) -> _SavedSteps:
     step = (saved_rank_states(directory, 0) or {}).get("step")
     root = checkpoint.inventory.content_root
-    return _SavedSteps(saved_batch(checkpoint), step if type(step) is int else None, root)
+    return _SavedSteps(BatchSettings.saved(checkpoint), step if type(step) is int else None, root)
 
 
 def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _SavedSteps) -> None:
     is_stateful = any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders)
     if is_stateful and any(directory.glob("dl_state_dict*.bin")):
         saved.batch.refuse_other(
-            batch_of(engine, accelerator.gradient_accumulation_steps),
+            BatchSettings.of(engine, accelerator.gradient_accumulation_steps),
             f"{directory}: has a dl_state_dict.bin",
             "Turn use_stateful_dataloader off and take the position from "
             "zeroelastic.integrations.accelerate.data_position.",

@@ -18,10 +18,8 @@ from torch.nn import Module
 from zeroelastic.deepspeed.patching import Method, wrap
 from zeroelastic.integrations.framework_load import (
     BatchSettings,
-    batch_of,
     is_loaded_here,
     load_and_correct,
-    saved_batch,
 )
 
 _TAG = "checkpoint"
@@ -45,7 +43,7 @@ def _load_checkpoint(original: Method, self: Any, path: Any, state: Any = None, 
         *("Fabric", engine, lambda: original(self, path, state, *args, **kwargs)),
         directory=Path(path),
         tag=_TAG,
-        read=saved_batch,
+        read=BatchSettings.saved,
         refuse=partial(_refuse, engine, path, [key for key, item in items.items() if _counts_batches(item)]),
         settings=_SETTINGS,
     )
@@ -60,7 +58,7 @@ def _counts_batches(item: object) -> bool:
 def _refuse(engine: Any, path: Any, loaders: list[str], saved: BatchSettings) -> None:
     if loaders:
         saved.refuse_other(
-            batch_of(engine, saved.accumulation),
+            BatchSettings.of(engine, saved.accumulation),
             f"{path}: {', '.join(map(repr, loaders))} in the state is a StatefulDataLoader",
             "Use zeroelastic.elastic.ElasticStatefulDataLoader, or leave the loader out of the state and count "
             "optimizer steps, as examples/lightning/train_fabric.py does.",

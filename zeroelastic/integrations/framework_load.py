@@ -70,6 +70,22 @@ class BatchSettings(NamedTuple):
     micro: int | None
     accumulation: int
 
+    @classmethod
+    def saved(cls, checkpoint: Checkpoint) -> BatchSettings:
+        """The settings of the run that wrote a checkpoint, from the configuration in its first file."""
+        config = checkpoint.shard(0).ds_config
+        micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
+        return cls(
+            checkpoint.world_size,
+            micro if type(micro) is int else None,
+            steps if type(steps) is int else 1,
+        )
+
+    @classmethod
+    def of(cls, engine: Any, accumulation: int) -> BatchSettings:
+        """The settings of this run."""
+        return cls(dist.get_world_size(), int(engine.train_micro_batch_size_per_gpu()), accumulation)
+
     @property
     def samples(self) -> int | None:
         """The global batch, where the micro batch is known."""
@@ -83,19 +99,6 @@ class BatchSettings(NamedTuple):
                 f"{what}, which counts the batches of {then}; this run has {this}, where that is another place in the "
                 f"data. {instead}"
             )
-
-
-def saved_batch(checkpoint: Checkpoint) -> BatchSettings:
-    """The batch of the run that wrote a checkpoint, from the configuration in its first file."""
-    config = checkpoint.shard(0).ds_config
-    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
-    known_micro, known_steps = micro if type(micro) is int else None, steps if type(steps) is int else 1
-    return BatchSettings(checkpoint.world_size, known_micro, known_steps)
-
-
-def batch_of(engine: Any, accumulation: int) -> BatchSettings:
-    """The batch of this run."""
-    return BatchSettings(dist.get_world_size(), int(engine.train_micro_batch_size_per_gpu()), accumulation)
 
 
 def read_checkpoint(find: Callable[[], FilePath], read: Callable[[Checkpoint], T | None]) -> T | None:

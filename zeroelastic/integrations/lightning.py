@@ -36,10 +36,8 @@ from zeroelastic.errors import StrictError, ZeroElasticError
 from zeroelastic.integrations.framework_load import (
     BatchSettings,
     Notes,
-    batch_of,
     is_loaded_here,
     load_and_correct,
-    saved_batch,
 )
 from zeroelastic.torch_file.header import read_tree
 
@@ -139,7 +137,7 @@ def _read(checkpoint: Checkpoint) -> _SavedLoops | None:
     progress = fit.get(_PROGRESS) if isinstance(fit, dict) else None
     if not isinstance(state, dict) or not isinstance(fit, dict) or not isinstance(progress, dict):
         return None
-    batch, loop_state, divisor = saved_batch(checkpoint), fit.get("state_dict"), state.get(_DIVISOR)
+    batch, loop_state, divisor = BatchSettings.saved(checkpoint), fit.get("state_dict"), state.get(_DIVISOR)
     states = loop_state.get("combined_loader", ()) if isinstance(loop_state, dict) else ()
     return _SavedLoops(
         batch=batch,
@@ -155,7 +153,7 @@ def _read(checkpoint: Checkpoint) -> _SavedLoops | None:
 def _refuse(trainer: Any, engine: Any, path: Path, saved: _SavedLoops) -> None:
     if saved.loader_states > saved.positions:
         saved.batch.refuse_other(
-            batch_of(engine, trainer.accumulate_grad_batches),
+            BatchSettings.of(engine, trainer.accumulate_grad_batches),
             f"{path}: holds the state of a stateful DataLoader",
             "Train with a plain DataLoader, whose position is restored at any world size, or with "
             "zeroelastic.elastic.ElasticStatefulDataLoader.",
@@ -183,7 +181,7 @@ def _uneven(saved: _SavedLoops) -> str:
 
 def _correct(trainer: Any, engine: Any, saved: _SavedLoops, client_state: dict[str, Any], notes: Notes) -> None:
     """Set the counters of the loops for this run's accumulation, and skip the batches that are done."""
-    then, now = saved.batch, batch_of(engine, trainer.accumulate_grad_batches)
+    then, now = saved.batch, BatchSettings.of(engine, trainer.accumulate_grad_batches)
     accumulation, samples = now.accumulation, then.samples
     steps, rest = saved.done // then.accumulation, 0
     if samples is not None and samples != engine.train_batch_size():
