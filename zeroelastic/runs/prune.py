@@ -6,14 +6,16 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UsageError
+from zeroelastic.io.paths import relative_name
 from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.candidates import Check, check_quickly, check_tag
-from zeroelastic.runs.names import HERE, named_latest
-from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, RunStore, Tree, survey
+from zeroelastic.runs.names import HERE, PARTIAL, named_latest
+from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, RunStore, Tree, leftover_names, survey, why_kept
 from zeroelastic.runs.tags import Tag, by_params, in_folders
 
 OTHER_PARAMS = "its trained parameters are others"
@@ -36,6 +38,16 @@ class Decision:
     valid: bool
     tree: Tree | None = None
     undecided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """The files of a save that did not finish, or may still be running; ``remove``: it is dead."""
+
+    name: str
+    tree: Tree
+    remove: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +91,10 @@ def plan_prune(
     root = Path(os.path.realpath(root))
     store = RunStore(root)
     tags = store.tags()
-    unfinished = store.leftovers(tags, min_age_s) if root.is_dir() else ()
+    unfinished = _leftovers(root, tags, min_age_s) if root.is_dir() else ()
     if not tags and not unfinished:  # else a removal or a save that was killed has left nothing else
         store.require_tags()
-    links = store.links(tags) if tags else {}
+    links = _links(root, tags) if tags else {}
     decisions: dict[str, Decision] = {}
     for tag in tags:
         reason = "its trained parameters are not known" if tag.trained_params is None else OTHER_PARAMS
@@ -179,3 +191,36 @@ def _best_of_trainer(newest: Tag) -> str | None:
         return None
     best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
     return Path(best).name if isinstance(best, str) else None
+
+
+def _links(root: Path, tags: Sequence[Tag]) -> dict[str, str]:
+    """Why symbolic links in the folders of the tags keep directories, by the directory's name."""
+    kept = dict[str, str]()
+    for folder in _folders(root, tags):
+        for entry in os.scandir(folder):
+            if entry.is_symlink():
+                name, target = relative_name(Path(entry.path), root), Path(os.path.realpath(entry.path))
+                inside = [path for path in (target, *target.parents) if path.is_relative_to(root)]
+                kept |= {relative_name(path, root): f"the symbolic link {name} leads to it" for path in inside}
+                kept[name] = "is a symbolic link"
+    return kept
+
+
+def _leftovers(root: Path, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
+    """List the files that saves and verbs have left, or are using now, in the folders that hold tags."""
+    found: list[Leftover] = []
+    for folder in _folders(root, tags):
+        of_verbs = sorted(path.name for path in folder.glob(f".?*{PARTIAL}"))
+        for name in (*leftover_names(folder), *of_verbs):
+            path, what = folder / name, "command" if name in of_verbs else "save"
+            with suppress(FileNotFoundError):  # a save has just put it in place, or removed it
+                tree, kept = survey(path), why_kept(path, min_age_s, what)
+                reason = kept or f"of a {what} that did not finish"
+                found.append(Leftover(relative_name(path, root), tree, kept is None, reason))
+    return tuple(found)
+
+
+def _folders(root: Path, tags: Sequence[Tag]) -> list[Path]:
+    """The directory itself, and the folders between it and its tags."""
+    above = {parent for tag in tags for parent in Path(str(tag.path)).parents if parent.is_relative_to(root)}
+    return sorted({root, *above})

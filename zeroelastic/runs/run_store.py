@@ -12,23 +12,21 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
-from zeroelastic.io.paths import FilePath, local_paths, relative_name
+from zeroelastic.io.paths import FilePath, local_paths
 from zeroelastic.io.storage import directory_exists, folders, place
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
     LATEST,
-    PARTIAL,
     directory_of,
     holds_checkpoint,
     is_ours,
@@ -67,16 +65,6 @@ class Tree:
     nbytes: int
     changed_at: float
     mark: tuple[tuple[str, int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """The files of a save that did not finish, or may still be running; ``remove``: it is dead."""
-
-    name: str
-    tree: Tree
-    remove: bool
-    reason: str
 
 
 class RunStore:
@@ -160,18 +148,6 @@ class RunStore:
         """Let ``latest`` name a tag. Raises OSError."""
         write_atomically(self._directory / LATEST, name.encode())
 
-    def links(self, tags: Sequence[Tag]) -> dict[str, str]:
-        """Why symbolic links in the folders of the tags keep directories, by the directory's name."""
-        root, kept = self._directory, dict[str, str]()
-        for folder in self._folders(tags):
-            for entry in os.scandir(folder):
-                if entry.is_symlink():
-                    name, target = relative_name(Path(entry.path), root), Path(os.path.realpath(entry.path))
-                    inside = [path for path in (target, *target.parents) if path.is_relative_to(root)]
-                    kept |= {relative_name(path, root): f"the symbolic link {name} leads to it" for path in inside}
-                    kept[name] = "is a symbolic link"
-        return kept
-
     def remove(self, path: Path, seen: Tree) -> str | None:
         """Remove a tag, or what a dead save has left; the reason why it is kept where it is not as it was ``seen``.
 
@@ -195,19 +171,6 @@ class RunStore:
         _delete(gone)
         return None
 
-    def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
-        """List the files that saves and verbs have left, or are using now, in the folders that hold tags."""
-        found: list[Leftover] = []
-        for folder in self._folders(tags):
-            of_verbs = sorted(path.name for path in folder.glob(f".?*{PARTIAL}"))
-            for name in (*leftover_names(folder), *of_verbs):
-                path, what = folder / name, "command" if name in of_verbs else "save"
-                with suppress(FileNotFoundError):  # a save has just put it in place, or removed it
-                    tree, kept = survey(path), why_kept(path, min_age_s, what)
-                    reason = kept or f"of a {what} that did not finish"
-                    found.append(Leftover(relative_name(path, self._directory), tree, kept is None, reason))
-        return tuple(found)
-
     def sweep(self) -> None:
         """Remove what dead saves and removals have left in the directory itself. Never raises."""
         for left in (self._directory / name for name in leftover_names(self._directory)):
@@ -219,12 +182,6 @@ class RunStore:
                 continue
             except OSError as error:
                 logger.warning("%s: left by a save that did not finish, cannot be removed: %s", left, error.strerror)
-
-    def _folders(self, tags: Sequence[Tag]) -> list[Path]:
-        """The directory itself, and the folders between it and its tags."""
-        root = self._directory
-        above = {parent for tag in tags for parent in Path(str(tag.path)).parents if parent.is_relative_to(root)}
-        return sorted({root, *above})
 
 
 def _why_unfinished(folder: FilePath, latest: str | None, inside: Collection[str]) -> str | None:
