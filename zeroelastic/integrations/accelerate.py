@@ -76,7 +76,7 @@ def _save_state(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     if engine is None:
         return original(self, *args, **kwargs)
     left_out = _without_optimizer(self)
-    problems = [*filter(None, [_forgotten_scheduler(self, engine)]), *map(_left_out_note, left_out)]
+    problems = _problems(self, engine, left_out)
     if problems and dist.get_rank() == 0 and not hasattr(config, _WARNED):
         logger.warning("accelerate: %s", "; ".join(problems))
         setattr(config, _WARNED, True)
@@ -109,12 +109,6 @@ def _without_optimizer(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _left_out_note(tag: str) -> str:
-    return (
-        f"{tag} IS NOT IN THE CHECKPOINT: a ZeRO-3 model without an optimizer keeps the weights that the script loads"
-    )
-
-
 @contextmanager
 def _doing_nothing(method: str, engines: Iterable[Any]) -> Iterator[None]:
     """Within this context, a method of some engines does nothing."""
@@ -138,17 +132,22 @@ def _remove_older(accelerator: Any, keep: int) -> None:
         logger.info("%s: removed, by total_limit of accelerate's ProjectConfiguration", path)
 
 
-def _forgotten_scheduler(accelerator: Any, engine: Any) -> str:
-    """What to do where a torch scheduler steps the optimizer and is not saved; empty if there is none."""
+def _problems(accelerator: Any, engine: Any, left_out: Iterable[str]) -> list[str]:
+    """What a checkpoint of this run lacks: engines ``left_out``, and a torch scheduler that nothing saves."""
+    problems = [
+        f"{tag} IS NOT IN THE CHECKPOINT: a ZeRO-3 model without an optimizer keeps the weights that the script loads"
+        for tag in left_out
+    ]
     objects = [*accelerator._custom_objects, *(v for one in accelerator._custom_objects for v in vars(one).values())]
     is_stepped = hasattr(getattr(engine.basic_optimizer, "step", None), "_wrapped_by_lr_sched")
-    if not is_stepped or accelerator._schedulers or any(isinstance(one, LRScheduler) for one in objects):
-        return ""
-    return (
-        "NO LEARNING RATE SCHEDULER is in the checkpoint, though one steps this optimizer: after a resume the schedule "
-        "begins again. accelerator.prepare() keeps a scheduler only if the model is in the same call. Call "
-        "accelerator.register_for_checkpointing(scheduler)"
-    )
+    if is_stepped and not accelerator._schedulers and not any(isinstance(one, LRScheduler) for one in objects):
+        problems.insert(
+            0,
+            "NO LEARNING RATE SCHEDULER is in the checkpoint, though one steps this optimizer: after a resume the "
+            "schedule begins again. accelerator.prepare() keeps a scheduler only if the model is in the same call. "
+            "Call accelerator.register_for_checkpointing(scheduler)",
+        )
+    return problems
 
 
 def _load_state(original: Method, self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
@@ -275,7 +274,7 @@ def _correct(
             lost = f"{phase} of {saved.batch.accumulation} micro-steps are lost"
             notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
     reseed_new_rank(directory, saved.batch.world_size, saved.content_root or f"step {engine.global_steps}", notes)
-    for problem in (*filter(None, [_forgotten_scheduler(accelerator, engine)]), *map(_left_out_note, left_out)):
+    for problem in _problems(accelerator, engine, left_out):
         notes.warn(problem)
     for scheduler in _schedulers(accelerator):
         correct_scheduler(scheduler, saved.batch.world_size, accelerator.num_processes, notes)

@@ -126,29 +126,29 @@ def _finalize_training(module: ModuleType, original: Method, self: Any, *args: A
     loads_or_removes = self.args.load_best_model_at_end or self.args.save_total_limit == 1
     if config is None or not loads_or_removes or self.state.best_model_checkpoint is None:
         return original(self, *args, **kwargs)
+    if _is_complete(self, before="the end of the training"):
+        return original(self, *args, **kwargs)
+    if (run := current_run()) is not None:
+        run.at_end.clear()
+    with patched(module, sort_checkpoints=lambda *_, **__: []):  # from which the Trainer removes all but one
+        return original(self, *args, **kwargs)
+
+
+def _is_complete(trainer: Any, *, before: str) -> bool:
+    """Wait for a save in the background; log where it failed, so that older checkpoints stay. Collective."""
     from zeroelastic.deepspeed.save.background import finish_pending  # it imports deepspeed
 
     try:
-        finish_pending(self.model_wrapped, before="the end of the training")
+        finish_pending(trainer.model_wrapped, before=before)
     except SaveError as error:
         logger.error("older checkpoints stay, since the last one is not complete: %s", error)
-        if (run := current_run()) is not None:
-            run.at_end.clear()
-        with patched(module, sort_checkpoints=lambda *_, **__: []):  # from which the Trainer removes all but one
-            return original(self, *args, **kwargs)
-    return original(self, *args, **kwargs)
+        return False
+    return True
 
 
 def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
     """Remove the checkpoints above ``save_total_limit``, once the last one is complete. Collective."""
-    from zeroelastic.deepspeed.save.background import finish_pending  # it imports deepspeed
-
-    try:
-        finish_pending(trainer.model_wrapped, before="save_total_limit")
-    except SaveError as error:
-        logger.error("older checkpoints stay, since the last one is not complete: %s", error)
-        return
-    if trainer.args.should_save:
+    if _is_complete(trainer, before="save_total_limit") and trainer.args.should_save:
         rotate(
             output_dir=trainer._get_output_dir(trial=None),
             save_total_limit=trainer.args.save_total_limit,
