@@ -60,7 +60,7 @@ def signal_name(number: int) -> str:
 
 
 def without_pydantic(message: str) -> str:
-    """What is wrong with a value: a message of pydantic in the words of ours.
+    """Put a message of pydantic about a value into our words.
 
     Example::
 
@@ -74,7 +74,7 @@ def without_pydantic(message: str) -> str:
 
 
 def buffer_kind(stage: int) -> str:
-    """What a flat buffer is at a ZeRO stage, for messages."""
+    """Name the flat buffer of a ZeRO stage, for messages."""
     return "sub-group" if stage == 3 else "optimizer group"
 
 
@@ -126,7 +126,7 @@ def _before_remedy(message: str) -> str:
 
 @contextmanager
 def with_remedy() -> Iterator[None]:
-    """Within this context, which is also a decorator, an error of ours gets the remedy of its class into its message.
+    """Within this context, which is also a decorator, an error of ours gets the remedy of the class into the message.
 
     Used where errors reach a person: by functions that are called from outside of the package.
     """

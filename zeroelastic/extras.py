@@ -1,4 +1,4 @@
-"""What training needs and the offline verbs do not: the extra "train" of the distribution, and the error without it."""
+"""The extra "train" of the distribution, which the offline verbs do not need, and the error without it."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """What one load did; the same on every rank, except for ``seconds``, which do not count when reports are compared.
+    """The outcome of one load; the same on every rank, except for ``seconds``, which do not count when reports are compared.
 
     Bytes and files are those of the worst rank. ``bytes_owned`` counts the state that the rank owns and loaded, padding
     excluded; ``bytes_read`` the payload read for it; ``header_bytes`` everything else that was read (zip directories,
-    pickles, scalars, the module states file, the commit record). ``seconds`` are those of the whole call of
+    pickles, scalars, the module states file, the commit record). ``seconds`` are the time of the whole call of
     ``load_checkpoint`` by this rank's clock; observers and the log line have the seconds until they get the report.
     ``saved_root`` is None without a commit record. ``root_matches`` is None when the root was not verified, with the
     reason in ``notes``, and never False: a difference is an error. ``changed`` names what the save and the run do not

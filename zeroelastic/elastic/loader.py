@@ -22,7 +22,7 @@ class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
     there is no ``advance`` to call. In the middle of an accumulation, ``state_dict`` is the position before it, since
     no checkpoint has its gradients. The length is what remains of the epoch, or all of it if ``has_whole_length``, for
     Lightning. The stock ``StatefulDataLoader`` saves the batches yielded by this rank and a snapshot of each worker,
-    which fits only that number of ranks and workers (torchdata 0.11). Further arguments are those of
+    which fits only that number of ranks and workers (torchdata 0.11). Further arguments go to
     ``StatefulDataLoader``. Raises ConfigError for data that cannot be elastic: a stream, or a dataset with state of its
     own, of which every worker has another copy::
 

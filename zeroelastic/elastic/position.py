@@ -1,4 +1,4 @@
-"""The position in the data and the random generators, which a run saves in the client state beside its weights.
+"""The position in the data and the random generators, which a run saves in the client state.
 
 The position is the same on every rank and fits any world size. Generators belong to a rank: they are restored where
 the world size is the saved one; elsewhere they are seeded from the checkpoint and the rank. Where one client state is

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class Every:
     """When a periodic save is due: this many steps or seconds after the last one, whichever comes first.
 
-    A crash then costs at most this much work, and what is in flight: what was trained before the loop began, in an
+    A crash then costs at most this much work, and the steps in flight: what was trained before the loop began, in an
     earlier loop of the engine, or in a start whose checkpoint in memory was resumed, counts. With neither,
     no save is ever due. ``background`` says whether training goes on while the save is written; None leaves that to the
     ``"async_save"`` option.

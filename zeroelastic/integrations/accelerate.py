@@ -1,4 +1,4 @@
-"""The state that accelerate keeps beside the engine, corrected for another number of processes.
+"""The state that accelerate keeps outside of the engine, corrected for another number of processes.
 
 ``Accelerator.load_state`` calls the engine's own load. While zeroelastic is installed, its wrapper also corrects what
 accelerate (1.15) restores unchanged:
@@ -43,7 +43,6 @@ from zeroelastic.integrations.framework_load import (
     newest_complete,
     numbered,
     on_rank_0,
-    require_one_save,
 )
 from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.integrations.generators import reseed_new_rank, saved_rank_states
@@ -133,7 +132,7 @@ def _remove_older(accelerator: Any, keep: int) -> None:
 
 
 def _problems(accelerator: Any, engine: Any, left_out: Iterable[str]) -> list[str]:
-    """What a checkpoint of this run lacks: engines ``left_out``, and a torch scheduler that nothing saves."""
+    """List what a checkpoint of this run lacks: engines ``left_out``, and a torch scheduler that nothing saves."""
     problems = [
         f"{tag} IS NOT IN THE CHECKPOINT: a ZeRO-3 model without an optimizer keeps the weights that the script loads"
         for tag in left_out
@@ -210,7 +209,7 @@ def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
     if not config.automatic_checkpoint_naming:
         return None
     newest = newest_complete(
-        *(logger, lambda: reversed(_numbered(accelerator)), lambda folder: _check(accelerator, engine, folder)),
+        *(logger, lambda: _numbered(accelerator), lambda folder: _check(accelerator, engine, folder)),
         "To choose another one, pass its path to load_state().",
     )
     if newest is not None:
@@ -221,8 +220,7 @@ def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
 
 
 def _check(accelerator: Any, engine: Any, folder: Path) -> None:
-    """Raise CheckpointError where a folder lacks what ``load_state`` reads, or its files are not of one save."""
-    require_one_save(folder)
+    """Raise CheckpointError where a folder lacks what ``load_state`` reads."""
     for tag, model in _tags(accelerator).items():
         if is_loaded_here(model):
             check_tag(folder / tag, on_this_node_only=engine.use_node_local_storage())

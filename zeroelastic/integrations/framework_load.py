@@ -129,15 +129,12 @@ def on_rank_0(read: Callable[[], T]) -> T:
 
 
 def refuse_cut_short(directory: Path) -> None:
-    """Raise CheckpointError where the files that a framework writes beside a tag are of another save. Collective.
-
-    A replacement of a tag that was killed is finished before.
-    """
-    on_rank_0(lambda: require_one_save(directory))
+    """Raise CheckpointError where the files that a framework writes next to a tag are of another save. Collective."""
+    on_rank_0(lambda: _require_one_save(directory))
 
 
-def require_one_save(directory: Path) -> None:
-    """Raise CheckpointError, on this rank alone, where files beside a tag are of another save."""
+def _require_one_save(directory: Path) -> None:
+    """``refuse_cut_short`` on this rank; a replacement of a tag that was killed is finished before."""
     with suppress(OSError):  # nothing is there, or a directory that cannot be written: what is missing is reported
         recover_all(directory)
     require_own_files(directory)
@@ -174,17 +171,18 @@ class Newest(NamedTuple):
 
 
 def newest_complete(
-    logger: logging.Logger, folders: Callable[[], Iterable[Path]], check: Callable[[Path], None], to_choose: str
+    logger: logging.Logger, folders: Callable[[], list[Path]], check: Callable[[Path], None], to_choose: str
 ) -> Newest | None:
-    """The first of the folders, newest first, that ``check`` finds complete; None where none is. Collective.
+    """The last of the folders that ``check`` finds complete, and whose files are of one save, or None. Collective.
 
     Rank 0 warns of those that are passed over. One that cannot be read here and now is not: its load says why.
     """
 
     def look() -> tuple[Newest | None, str]:
         problems: dict[Path, str] = {}
-        for folder in folders():
+        for folder in reversed(folders()):
             try:
+                _require_one_save(folder)
                 check(folder)
             except CheckpointError as error:
                 if is_damage(error):
@@ -207,7 +205,7 @@ def newest_complete(
 
 
 def check_tag(tag_dir: FilePath, *, on_this_node_only: bool) -> None:
-    """Raise CheckpointError where a tag is not there, or lacks files; those of other nodes may be on their disks."""
+    """Raise CheckpointError where a tag does not exist, or lacks files; other nodes may have theirs on their disks."""
 
     def check(opened: FilePath) -> None:
         if not directory_exists(opened):

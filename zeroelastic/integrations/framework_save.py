@@ -1,8 +1,7 @@
-"""A framework's own save of a checkpoint: engines, and the files that it writes beside their tags.
+"""A framework's own save of a checkpoint: engines, and the files that it writes next to their tags.
 
-The order in which the note of ``runs.framework_files`` changes: before an engine's save, the files beside the tag are
-those of the tag that is there; after it, they are being written; when all ranks have written theirs, they are those of
-the new save. A save in the background may make its tag later than that: until then the tag is of another save.
+The order in which the note of ``runs.framework_files`` changes: before an engine's save, the files are of the
+tag that exists; after it, they are being written; when all ranks have written theirs, they are of the new save. A save in the background may make its tag later than that: until then the tag is of another save.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 
 def save_with_files(engines: Iterable[Any], save: Callable[[], T]) -> T:
-    """Return the result of ``save``, which saves engines and writes files beside their tags. Collective.
+    """Return the result of ``save``, which saves engines and writes files next to their tags. Collective.
 
     An error of a rank is raised on all; then the note says that the files are not all of one save.
     """

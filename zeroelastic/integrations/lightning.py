@@ -1,4 +1,4 @@
-"""The state that Lightning keeps beside the engine, corrected for another world size.
+"""The state that Lightning keeps outside of the engine, corrected for another world size.
 
 New ranks get the client state of rank 0. While zeroelastic is installed, the wrapper of
 ``DeepSpeedStrategy.load_checkpoint`` also corrects what Lightning (2.6) restores unchanged:

@@ -32,7 +32,7 @@ def correct_scheduler(accelerated: Any, saved_size: int, world_size: int, notes:
     """Let a scheduler continue at the optimizer step at which it was saved.
 
     Its state counts the steps of the saved run: it is still stepped as often per optimizer step as it was. A function
-    in the script may count those of this run (``LambdaLR`` with lengths times the number of processes): the saved
+    in the script may count the steps of this run (``LambdaLR`` with lengths times the number of processes): the saved
     learning rate decides whether its counter is scaled.
     """
     name = type(accelerated.scheduler).__name__

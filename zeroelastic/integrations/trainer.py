@@ -31,7 +31,6 @@ from zeroelastic.integrations.framework_load import (
     newest_complete,
     numbered,
     refuse_cut_short,
-    require_one_save,
 )
 from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.integrations.trainer_batch import keep_global_batch
@@ -161,7 +160,6 @@ def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
     """The newest ``checkpoint-N`` that has what a resume reads, None where none has. Collective."""
 
     def check(folder: Path) -> None:
-        require_one_save(folder)
         if not (folder / "trainer_state.json").is_file():
             raise MissingFileError(f"{folder}: has no trainer_state.json.")
         options = config.get("checkpoint", {})
@@ -171,7 +169,7 @@ def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
         check_tag(directory_of(folder, tag), on_this_node_only=options.get("use_node_local_storage", False))
 
     to_choose = "To choose another one, pass its path as resume_from_checkpoint."
-    newest = newest_complete(logger, lambda: reversed(numbered(output_dir, r"checkpoint-(\d+)")), check, to_choose)
+    newest = newest_complete(logger, lambda: numbered(output_dir, r"checkpoint-(\d+)"), check, to_choose)
     return None if newest is None else newest.folder
 
 
@@ -186,7 +184,7 @@ class TrainerRun:
     """What to call once the training has ended without an error, on every rank."""
 
     def record(self, key: str, values: Mapping[str, int]) -> None:
-        """Have the run write ``values`` into the ``trainer_state.json`` of its checkpoints, from its beginning on."""
+        """Have the run write ``values`` into the ``trainer_state.json`` of all checkpoints of this run."""
 
         def record(state: Any) -> None:
             state.stateful_callbacks[key] = {"args": {}, "attributes": dict(values)}

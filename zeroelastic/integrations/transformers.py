@@ -1,4 +1,4 @@
-"""What the Hugging Face Trainer needs besides ``zeroelastic.install()`` to continue at another world size.
+"""The needs of the Hugging Face Trainer besides ``zeroelastic.install()`` to continue at another world size.
 
 The Trainer calls the engine's own methods, so weights, optimizer state, counters and scheduler resume without this
 module. It handles state outside of the engine: the global batch, the order and the end of an epoch, and the random
@@ -172,7 +172,7 @@ def _whole_batches(trainer: Trainer, sampler: Sampler[int] | None) -> Sampler[in
 
 
 class _ResumeCallback(TrainerCallback):
-    """Adds to the resume report of one trainer, and sets the epoch of its sampler."""
+    """Adds to the resume report of one trainer, and sets its sampler's epoch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.epoch = trainer, 0
@@ -288,7 +288,7 @@ def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> Notes:
 
 
 def _order(sampler: WholeBatches) -> dict[str, Any]:
-    """What determines the order of samples, for ``trainer_state.json``."""
+    """Describe the order of samples, for ``trainer_state.json``."""
     return {
         "samples": len(sampler.order),  # type: ignore[arg-type]
         "global_batch": sampler.global_batch,

@@ -5,7 +5,7 @@
     rename_new         a directory gets a name that nothing has
     sync_path          fsync of a file; ``sync_directory`` of the names in a directory
     reserve_space      a full disk is noticed before anything is written; ``write_fully`` writes at an offset
-    start_writeback    the device begins with what is in the page cache
+    start_writeback    the device begins to write the page cache
     name_in_errors     errors of the system name the file; ``errors_of_the_system`` makes them of torch's
     shortened          a name that leaves room for a suffix
 
@@ -186,7 +186,7 @@ def write_at(path: Path, data: bytes, offset: int) -> None:
 
 
 def start_writeback(path: Path) -> None:
-    """Let the device begin with what is in the page cache of a file, without waiting for it."""
+    """Let the device begin to write the page cache of a file, without waiting for it."""
     if hasattr(_libc, "sync_file_range"):
         with open(path, "rb", buffering=0) as file:
             _libc.sync_file_range(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)

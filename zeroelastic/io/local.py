@@ -85,7 +85,7 @@ def _listed(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
 
 
 def _is(look: Callable[[], bool], directory: Path, name: str) -> bool:
-    """What an entry of a directory says of itself. A link that leads to itself leads nowhere: it is nothing."""
+    """Ask an entry of a directory about its kind. A link that leads to itself is of none."""
     try:
         return look()
     except OSError as error:

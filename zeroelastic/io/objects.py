@@ -108,7 +108,7 @@ def _write(path: RemotePath, request: Callable[[], object]) -> None:
 
 
 def _kind(error: BaseException) -> str:
-    """What an error means, where its words may not say so."""
+    """Explain an error whose words may not say it."""
     name = type(error).__name__
     if name in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
         return "no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of this machine): "

@@ -46,13 +46,13 @@ def local_path(path: FilePath) -> Path | None:
 
 
 def remote_path(path: FilePath) -> RemotePath:
-    """The same path, for code that reads only behind URLs; a local path is a bug of the caller."""
+    """Return a path for code that reads only behind URLs; a local path is a bug of the caller."""
     assert isinstance(path, RemotePath), f"{path} is on this machine"
     return path
 
 
 def local_paths(paths: Iterable[FilePath]) -> tuple[Path, ...]:
-    """The same paths, for code that reads only local files; a remote path is a bug of the caller."""
+    """Return paths for code that reads only local files; a remote path is a bug of the caller."""
     found: list[Path] = []
     for path in paths:
         assert not isinstance(path, RemotePath), f"{path} is not on this machine"

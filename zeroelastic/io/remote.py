@@ -126,7 +126,7 @@ class RemotePath:
         return f"{info.get('size')} {info.get('ETag') or info.get('mtime')}"
 
     def _listing(self) -> list[dict[str, Any]]:
-        """What the file system says now of each entry of a directory."""
+        """List a directory as it is now."""
         system: Any = self.system
 
         def ask() -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ def call(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line without a full stop, whatever a file system raised."""
+    """Say in one line without a full stop why a file system failed."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()).rstrip(".") or type(error).__name__
 

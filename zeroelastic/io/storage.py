@@ -104,7 +104,7 @@ class LocalFile(Blocks):
 
 
 def place(path: FilePath) -> DiskPath | RemotePath:
-    """What can be asked of a path, wherever it is."""
+    """Return an object with the methods of both kinds of paths."""
     return path if isinstance(path, RemotePath) else DiskPath(path)
 
 

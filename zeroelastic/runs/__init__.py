@@ -5,7 +5,7 @@
     candidates     which tag is whole
     names          which names a tag may have, and the reader of ``latest``
     tag_directory  the hidden directory in which a save is made, and its publication as the tag
-    framework_files  which save of a tag the files are of that a framework writes beside it
+    framework_files  the save that the files of a framework next to a tag belong to
     locate         the checkpoint that a path means, and messages where there is none
     prune          which tags can be removed
 

@@ -1,8 +1,8 @@
-"""Which save of a tag the files beside it belong to, where a framework writes some after the engine has saved the tag.
+"""The save that the files of a framework belong to, which it writes next to a tag after the engine has saved the tag.
 
-accelerate and the Trainer write schedulers, generators and counters beside the tag. A save that is cut short before
+accelerate and the Trainer write schedulers, generators and counters. A save that is cut short before
 the last of them leaves a tag and files of two saves, which nothing else shows where the directory was used before. So a
-hidden file beside the tag names the save that all of the files are of, by the id in the tag's commit record.
+hidden file next to the tag names the save that all files belong to, by the id in the tag's commit record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Saves = Mapping[str, str | None]
 
 
 def expect_files(directory: Path, tag: str) -> None:
-    """Note, before a tag is saved, that the files beside it are those of the tag that is there. Raises OSError."""
+    """Note, before a tag is saved, that the files next to it belong to the tag that exists. Raises OSError."""
     try:
         noted = _read(directory)
         new = {} if tag in noted else {tag: saved_id(directory, tag)}
@@ -42,7 +42,7 @@ def expect_files(directory: Path, tag: str) -> None:
 
 
 def note_files(directory: Path, saves: Saves) -> None:
-    """Note which saves of tags the files beside them are of. Raises OSError."""
+    """Note the saves that the files next to tags belong to. Raises OSError."""
     write_atomically(directory / NOTE, json.dumps(saves).encode())
 
 
@@ -53,7 +53,7 @@ def saved_id(directory: FilePath, tag: str) -> str | None:
 
 
 def require_own_files(directory: FilePath) -> None:
-    """Raise CheckpointError where the files beside a tag are not of the save that the tag is of."""
+    """Raise CheckpointError where the files next to a tag are of another save than the tag."""
     for tag, save_id in _read(directory).items():
         if saved_id(directory, tag) != save_id and directory_exists(directory_of(directory, tag)):
             raise CheckpointError(

@@ -55,7 +55,7 @@ _OF_OTHERS = "zeroelastic reads the checkpoint that it was made from."
 class Source:
     """A checkpoint: ``tag_dir`` is ``root / tag``; ``latest`` is the tag that the root's ``latest`` names, if any.
 
-    ``tag_dir`` is watched (``one_save``): what is read of it is of one save, or an error.
+    ``tag_dir`` is watched (``one_save``): all that is read of it is of one save, or an error.
     """
 
     root: FilePath
@@ -207,7 +207,7 @@ def formats_below(path: FilePath, folders: Collection[str]) -> str | None:
 
 
 def about_absent(root: FilePath) -> str:
-    """A sentence about a directory from which nothing can be loaded: its tags, or the directories beside its path."""
+    """A sentence about a directory from which nothing can be loaded: its tags, or the directories with similar paths."""
     here = local_path(root)
     if here is not None:
         root = here = Path(os.path.abspath(here))

@@ -91,7 +91,7 @@ def directory_of(root: FilePath, tag: str) -> FilePath:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a folder's name is one that zeroelastic uses for what is being made or removed."""
+    """Whether zeroelastic uses a folder's name for directories that are being made or removed."""
     return is_unfinished(name) or is_partial(name)
 
 

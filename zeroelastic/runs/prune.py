@@ -184,7 +184,7 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
 
 
 def _best_of_trainer(newest: Tag) -> str | None:
-    """The folder that the Trainer's state names as that of its best model so far."""
+    """The folder with the best model so far, by the Trainer's state."""
     try:
         state = json.loads(read_whole(newest.path / _TRAINER_STATE, limit=_MAX_STATE_BYTES))
     except (CheckpointError, ValueError, RecursionError):

@@ -132,7 +132,7 @@ class RunStore:
     def committed_after(self, name: str) -> tuple[str, ...]:
         """Return the tags with the same parameters that were committed after the tag ``name``, newest first.
 
-        Reads the records beside it.
+        Reads their records.
         """
         above = name.rpartition("/")[0] or HERE
         try:

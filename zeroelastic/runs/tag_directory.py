@@ -1,4 +1,4 @@
-"""The hidden directory beside a tag in which a save is made, and the rename that publishes it as the tag.
+"""The hidden directory next to a tag in which a save is made, and the rename that publishes it as the tag.
 
 A tag therefore exists complete, with its commit record, or not at all; and when it is saved again, it is the complete
 old save until it is the complete new one. ``renameat2`` with RENAME_EXCHANGE (Linux 3.15: ext4, XFS, Btrfs, tmpfs,
@@ -66,7 +66,7 @@ def _beside(tag_dir: Path, save_id: str, suffix: str) -> Path:
 
 
 def _stem(place: Path) -> str:
-    """The tag's name in the names of its hidden directories."""
+    """The tag's name, as its hidden directories have it."""
     return shortened(place.name, _LONGEST)
 
 
@@ -91,7 +91,7 @@ def is_unfinished(name: str) -> bool:
 
 
 def replaces_nothing(left: Path) -> bool:
-    """Whether a hidden directory is all that exists of its tag, because a replacement was interrupted."""
+    """Whether only a hidden directory is left of a tag, because a replacement was interrupted."""
     match = _NAME.fullmatch(left.name)
     if match is None or (match[3] != _ASIDE and not (left.with_suffix(f".{_ASIDE}")).exists()):
         return False
@@ -111,7 +111,7 @@ def _place_of(hidden: Path) -> Path | None:
 
 
 def unfinished(tag_dir: Path) -> tuple[Path, ...]:
-    """The hidden directories that saves of this tag have left beside it, or are using now."""
+    """The hidden directories that saves of this tag have left next to it, or are using now."""
     place = Path(os.path.realpath(tag_dir))
     try:
         names = sorted(os.listdir(place.parent))
@@ -121,7 +121,7 @@ def unfinished(tag_dir: Path) -> tuple[Path, ...]:
 
 
 def make_staging_dir(tag_dir: Path, save_id: str) -> Path:
-    """Make an empty directory for a save of this tag; leftovers of its dead saves are removed. Raises OSError."""
+    """Make an empty directory for a save of this tag; leftovers of dead saves are removed. Raises OSError."""
     if os.path.exists(tag_dir) and not os.path.isdir(tag_dir):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(tag_dir))
     recover(tag_dir)
@@ -171,7 +171,7 @@ def _link(src: str, dst: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PublishedTag:
-    """A directory that has become a tag. What it has replaced, if anything, is hidden beside it until ``finish``."""
+    """A directory that has become a tag. What it has replaced, if anything, is hidden next to it until ``finish``."""
 
     place: Path
     staging_dir: Path

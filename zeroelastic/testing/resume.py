@@ -19,7 +19,7 @@ _STEPS_BEFORE, _STEPS_AFTER = 2, 2
 
 
 class _Model(NamedTuple):
-    """What both runs are given."""
+    """The model, data and configuration of both runs."""
 
     build: Callable[[], Any]
     batch: Callable[[int, int], Any]

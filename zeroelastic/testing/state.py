@@ -227,7 +227,7 @@ def _gather(part: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 class GroupBuffers(NamedTuple):
-    """One optimizer group: the buffer of all its weights, this rank's part of its master weights, its parameters.
+    """One optimizer group: the buffer of all weights, this rank's part of the master weights, the parameters.
 
     ``process_group`` are the ranks that have the parts: of a group of experts, only some.
     """
