@@ -18,7 +18,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """The outcome of one load; the same on every rank, except for ``seconds``, which do not count when reports are compared.
+    """The outcome of one load; the same on every rank, except for ``seconds``, which no comparison counts.
 
     Bytes and files are those of the worst rank. ``bytes_owned`` counts the state that the rank owns and loaded, padding
     excluded; ``bytes_read`` the payload read for it; ``header_bytes`` everything else that was read (zip directories,

@@ -1,4 +1,4 @@
-"""The needs of training frameworks besides the engine's own methods. Each framework has its module; none imports another.
+"""Training frameworks: their needs besides the engine's methods. Each framework has its module; none imports another.
 
     transformers   the Hugging Face Trainer
     trainer        the same, of front ends on top of it: what it resumes from, and when it removes older checkpoints

@@ -1,7 +1,8 @@
 """A framework's own save of a checkpoint: engines, and the files that it writes next to their tags.
 
-The order in which the note of ``runs.framework_files`` changes: before an engine's save, the files are of the
-tag that exists; after it, they are being written; when all ranks have written theirs, they are of the new save. A save in the background may make its tag later than that: until then the tag is of another save.
+The order in which the note of ``runs.framework_files`` changes: before an engine's save, the files are of the tag that
+exists; after it, they are being written; when all ranks have written theirs, they are of the new save. A save in the
+background may make its tag later than that: until then the tag is of another save.
 """
 
 from __future__ import annotations

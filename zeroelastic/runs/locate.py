@@ -207,7 +207,7 @@ def formats_below(path: FilePath, folders: Collection[str]) -> str | None:
 
 
 def about_absent(root: FilePath) -> str:
-    """A sentence about a directory from which nothing can be loaded: its tags, or the directories with similar paths."""
+    """A sentence about a directory from which nothing can be loaded: its tags, or directories of similar names."""
     here = local_path(root)
     if here is not None:
         root = here = Path(os.path.abspath(here))
