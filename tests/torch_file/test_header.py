@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,17 @@ def test_a_local_file_is_opened_once_for_many_reads(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError), file.one_open():
         raise ZeroDivisionError
     assert file.read(file.root[6]).tobytes() == expected[6][1]
+
+
+def test_threads_read_one_file_at_the_same_time(tmp_path):
+    path = saved(tmp_path / "f.pt", [torch.full((64,), float(i)) for i in range(40)])
+    file = read_torch_file(path)
+
+    def read(ref: TensorRef) -> list[float]:
+        return [np.frombuffer(file.read(ref), dtype=np.float32).mean() for _ in range(50)]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(read, file.root)) == [[float(i)] * 50 for i in range(40)]
 
 
 def test_a_storage_that_cannot_be_located_is_refused_where_it_is_needed(tmp_path):

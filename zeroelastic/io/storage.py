@@ -66,33 +66,29 @@ class LocalFile(Blocks):
     def __init__(self, path: Path) -> None:
         """Raises MissingFileError, UnreadableError, CheckpointError as ``open_regular``."""
         self.path, self.bytes_read, self._is_kept = path, 0, False
-        self._file: io.FileIO | None = None
-        self.size = os.fstat(self._open().fileno()).st_size
+        self._file: io.FileIO | None = self._open()
+        self.size = os.fstat(self._file.fileno()).st_size
 
     def _open(self) -> io.FileIO:
-        if self._file is None:
-            try:
-                self._file = open_regular(self.path)
-            except FileNotFoundError:
-                raise missing_file(self.path) from None
-            except OSError as error:
-                raise UnreadableError(f"{self.path}: cannot be read: {error.strerror}.") from None
-        return self._file
+        try:
+            return open_regular(self.path)
+        except FileNotFoundError:
+            raise missing_file(self.path) from None
+        except OSError as error:
+            raise UnreadableError(f"{self.path}: cannot be read: {error.strerror}.") from None
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        file = (self._file if self._is_kept else None) or self._open()
         try:
-            data = read_fully(self._open().fileno(), max(0, min(nbytes, self.size - offset)), offset)
+            data = read_fully(file.fileno(), max(0, min(nbytes, self.size - offset)), offset)
         except OSError as error:
             raise UnreadableError(f"{self.path}: reading at byte {offset} failed: {error.strerror}.") from None
-        if not self._is_kept:
-            self._close()
+        if self._is_kept:
+            self._file = file
+        else:
+            file.close()  # not one that another thread reads
         self.bytes_read += len(data)
         return data
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
     def __enter__(self) -> LocalFile:
         self._is_kept = True
@@ -100,7 +96,9 @@ class LocalFile(Blocks):
 
     def __exit__(self, *_: object) -> None:
         self._is_kept = False
-        self._close()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 def place(path: FilePath) -> DiskPath | RemotePath:
