@@ -75,7 +75,7 @@ help:
 	@echo "make docs-serve  the same, served on this machine and built again whenever a page changes"
 	@echo "make reference  what pages take from the code: options of verbs and runs, drawings, JSON Schemas"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
-	@echo "make support   docs/support.md and support-tests.md, from the marks on the tests"
+	@echo "make support   docs/support.md, from the marks on the tests"
 	@echo "make sizes     lines and files of each package, of tests, benchmarks and C++"
 	@echo "make format    ruff and clang-format, in place"
 	@echo "make venv      the environment in $(VENV)"
@@ -154,7 +154,6 @@ docs-serve: $(STAMP)
 reference: $(STAMP)
 	@$(PY) docs/tools/reference.py
 	@$(PY) docs/tools/drawings.py
-	@$(PY) -m zeroelastic.cli.documents docs/schemas
 
 # The wheel is built from the source distribution, so that this has all it takes. auditwheel gives it its tag, and
 # refuses where the library needs a newer C or C++ library than the tag says. The CUDA engine is not in it:

@@ -3,7 +3,7 @@
     python benchmarks/bench_kernel.py --out benchmarks/results                 # full size, quiet machine
     python benchmarks/bench_kernel.py --small --rounds 1 --out /tmp/x          # tests the benchmark itself
 
-Writes kernel.json (every sample) and kernel.md (the tables). What is measured and how is in KERNEL.md.
+Writes kernel.json (every sample) and kernel.md (the tables). README.md says how it is measured.
 """
 
 from __future__ import annotations

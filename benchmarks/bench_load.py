@@ -3,7 +3,7 @@
     python benchmarks/bench_load.py --out benchmarks/results          # 200M parameters, 4 -> 3 ranks
     python benchmarks/bench_load.py --small --repeats 1 --out /tmp/x  # a few million parameters, a minute
 
-Writes load.json (every sample) and load.md (the tables). What is measured and how is in LOAD.md.
+Writes load.json (every sample) and load.md (the tables). README.md says how it is measured.
 """
 
 from __future__ import annotations

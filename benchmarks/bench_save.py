@@ -3,7 +3,7 @@
     python benchmarks/bench_save.py --out benchmarks/results          # 200M parameters on 4 ranks
     python benchmarks/bench_save.py --small --repeats 1 --out /tmp/x  # a few million parameters, half a minute
 
-Writes save.json (every sample) and save.md (the tables). What is measured and how is in SAVE.md.
+Writes save.json (every sample) and save.md (the tables). README.md says how it is measured.
 """
 
 from __future__ import annotations

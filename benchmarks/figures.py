@@ -35,9 +35,9 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "the same state on 4 ranks took {save_flushed} s, with digests and commit record and flushed to the disk; "
         "DeepSpeed alone, flushed, took {stock_save_flushed} s.",
     ),
-    "docs/guides/lost-nodes.md": (
-        "lost {elastic_lost} steps in all at the three kills and none when nodes joined",
-        "`resume` took at most {elastic_share} % of the time from a kill to the next step",
+    "docs/guides/elastic.md": (
+        "lost {elastic_lost} steps in all at the three kills and none when nodes joined, and `resume` took at most "
+        "{elastic_share} % of the time from a kill to the next step",
     ),
     "benchmarks/README.md": (
         "five rounds): {first_load} s, where DeepSpeed's own same-size load takes {first_stock} s ({first_of_stock} "

@@ -45,15 +45,16 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def verb_page(verb: str) -> str:
-    """The page of a verb of the command line."""
-    return (ROOT / f"docs/reference/cli/{verb}.md").read_text()
+def verb_section(verb: str) -> str:
+    """What the page of the command line says of a verb."""
+    return (ROOT / "docs/reference/cli.md").read_text().split(f"\n## {verb}\n")[1].split("\n## ")[0]
 
 
 def documented_keys(verb: str) -> set[str]:
-    """The keys in the table of the document that a verb prints with --json."""
-    section = verb_page(verb).split(f"\n## {verb} --json\n")[1].split("\n## ")[0]
-    return set(re.findall(r"^\| `([^`]+)` \| ", section, flags=re.MULTILINE))
+    """The keys whose meaning stands in the schema of the document that a verb prints with --json."""
+    meanings: dict[str, dict[str, str]] = json.loads((ROOT / "docs/tools/keys.json").read_text())
+    assert all(meanings[verb].values())
+    return set(meanings[verb])
 
 
 def zero_block(document: str) -> dict[str, object]:

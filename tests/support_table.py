@@ -3,9 +3,9 @@
     @pytest.mark.support("Precision", "fp16, dynamic loss scale", "exact", "the scale and skipped steps too")
 
 A pytest plugin. `pytest --collect-only --support-table docs/support.md tests` (`make support`) writes the page, and
-support-tests.md beside it with the tests of each row; tests/project/test_support.py compares both. So that a row cannot
-be claimed and not shown, a marked test carries no skip or xfail mark, and where the variable CI is set, a marked test
-that is skipped has failed. So has a skipped test marked `core`, which every DeepSpeed version must pass.
+tests/project/test_support.py compares. So that a row cannot be claimed and not shown, a marked test carries no skip
+or xfail mark, and where the variable CI is set, a marked test that is skipped has failed. So has a skipped test
+marked `core`, which every DeepSpeed version must pass.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ SECTIONS = (
 VERDICTS = ("exact", "refused")
 MARKS_THAT_SKIP = ("skip", "skipif", "xfail")
 MUST_RUN = ("support", "core")
-MOST_CASES_NAMED = 2
 
 
 class SupportTableError(ValueError):
@@ -51,7 +49,7 @@ class SupportTableError(ValueError):
 
 @dataclass(frozen=True)
 class Shown:
-    """One mark on one test: its file, its name, how many cases its function has, and whether it needs a GPU."""
+    """One mark on one test: its file, its name, its case, and whether it needs a GPU."""
 
     section: str
     feature: str
@@ -61,18 +59,16 @@ class Shown:
     function: str
     case: str
     gpu: bool
-    cases: int = 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table, with the tests that show it."""
+    """A line of the table."""
 
     section: str
     feature: str
     verdict: str
     notes: tuple[str, ...]
-    shown_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,6 @@ class Versions:
 
 def read_marks(items: Iterable[pytest.Item]) -> tuple[Shown, ...]:
     """Every support mark of the items; raises SupportTableError with all marks that are not as they must be."""
-    items = tuple(items)
-    cases = Counter(_name(item)[:2] for item in items)
     found, problems = [], []
     for item in items:
         marks = list(item.iter_markers("support"))
@@ -105,8 +99,7 @@ def read_marks(items: Iterable[pytest.Item]) -> tuple[Shown, ...]:
                 continue
             problems += [f"{item.nodeid}: {problem}" for problem in _problems(*values)]
             gpu = item.get_closest_marker("gpu") is not None
-            path, function, case = _name(item)
-            found.append(Shown(*values, path, function, case, gpu, cases[path, function]))
+            found.append(Shown(*values, *_name(item), gpu))
     if problems:
         raise SupportTableError("support marks:\n  " + "\n  ".join(problems))
     return tuple(found)
@@ -156,7 +149,7 @@ def make_rows(marks: Iterable[Shown]) -> tuple[Row, ...]:
         if all(mark.gpu for mark in shown):
             problems.append(f"{first.feature}: shown by nothing but {first.path}::{first.function}, which needs a GPU")
         notes = dict.fromkeys(mark.note for mark in sorted(shown, key=_place) if mark.note)
-        rows.append(Row(first.section, first.feature, first.verdict, tuple(notes), _shown_by(shown)))
+        rows.append(Row(first.section, first.feature, first.verdict, tuple(notes)))
     if problems:
         raise SupportTableError("support marks:\n  " + "\n  ".join(sorted(problems)))
     return tuple(sorted(rows, key=_order))
@@ -173,18 +166,6 @@ def _order(row: Row) -> tuple[int, int, str]:
 
 def _place(mark: Shown) -> tuple[str, str, str]:
     return mark.path, mark.function, mark.case
-
-
-def _shown_by(shown: list[Shown]) -> tuple[str, ...]:
-    """Tests by file and name, with the cases where they are few of many."""
-    by_function: dict[tuple[str, str], list[Shown]] = {}
-    for mark in sorted(shown, key=_place):
-        by_function.setdefault((Path(mark.path).name, mark.function), []).append(mark)
-    names = []
-    for (file, function), marks in by_function.items():
-        some = len(marks) <= MOST_CASES_NAMED and len(marks) < marks[0].cases
-        names += [f"{file}::{function}[{mark.case}]" for mark in marks] if some else [f"{file}::{function}"]
-    return tuple(names)
 
 
 def read_versions() -> Versions:
@@ -207,16 +188,25 @@ Python >= {python}, torch >= {torch}, DeepSpeed >= {deepspeed}, Linux. The table
 * **refused**: an error that names what is not supported and what to do instead, the same on every rank, before a tensor
   or a file is touched. [Ways around](troubleshooting.md#what-is-refused-and-what-to-do-instead).
 
-What is in neither list is not tested. [The tests of each row](support-tests.md) are on a page of their own. All tests
-run on DeepSpeed {newest}, the core of them on {others} too.
+Anything in neither list is not tested. Each row is a mark on the tests that show it. All tests run on DeepSpeed
+{newest}, the core of them on {others} too. [Compatibility](#compatibility) is at the end.
 """
 
-TESTS_HEAD = """\
-# The tests of what is supported
+TAIL = """
+## Compatibility
 
-[What is supported](support.md) has the rows, and here are the tests that show each. `make support` writes both pages
-from the marks on the tests; `tests/project/test_support.py` compares. In CI, one of these tests that does not run is
-one that failed.
+* **Versions** have floors and no caps: a newer Python, torch or DeepSpeed is taken, and checked. A floor is raised in
+  a minor release.
+* **Checkpoints**: later releases read what a release has written. An older release that meets a newer format says to
+  upgrade.
+* **Without zeroelastic** a full checkpoint loads in DeepSpeed on the number of ranks that saved it, and
+  `zero_to_fp32.py` reads it.
+* **The interface** is: names that `import zeroelastic` gives, [options](reference/options.md),
+  [verbs](reference/cli.md), and keys of `--json`. They change in a minor release, after one in which the old form
+  still works and names its replacement. Other modules are internal.
+* **When DeepSpeed changes** a method that zeroelastic relies on ([`SEAMS`,
+  `USED`](../zeroelastic/deepspeed/install/seams.py)), `install()` raises `IncompatibleDeepSpeedError`, names it, and
+  wraps nothing. A layout or file that does not fit is refused by name.
 """
 
 
@@ -230,42 +220,20 @@ def render(rows: Iterable[Row], versions: Versions) -> str:
         newest=newest,
         others=" and ".join(others),
     )
-    return text + _tables(rows, ["| feature | | note |", "|---|---|---|"], _line)
-
-
-def render_tests(rows: Iterable[Row]) -> str:
-    """The page with the tests of each row."""
-    return TESTS_HEAD + _tables(rows, ["| feature | shown by |", "|---|---|"], _tests_line)
-
-
-def page_of_tests(page: Path) -> Path:
-    """The page with the tests, beside the one with the rows."""
-    return page.with_name(f"{page.stem}-tests.md")
-
-
-def _tables(rows: Iterable[Row], head: list[str], line: Callable[[Row], str]) -> str:
-    """A table for each section that has rows."""
-    rows, text = tuple(rows), ""
+    rows = tuple(rows)
     for section in SECTIONS:
-        lines = [line(row) for row in rows if row.section == section]
+        lines = [_line(row) for row in rows if row.section == section]
         if lines:
-            text += f"\n## {section}\n\n" + "\n".join([*head, *lines]) + "\n"
-    return text
+            text += f"\n## {section}\n\n| feature | | note |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+    return text + TAIL
 
 
 def _line(row: Row) -> str:
     return f"| {row.feature} | {row.verdict} | {'; '.join(row.notes)} |"
 
 
-def _tests_line(row: Row) -> str:
-    tests = "<br>".join(f"`{name.replace('|', '-')}`" for name in row.shown_by)
-    return f"| {row.feature} | {tests} |"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--support-table", metavar="FILE", help="write what the collected tests show, and beside it the tests"
-    )
+    parser.addoption("--support-table", metavar="FILE", help="write what the collected tests show")
 
 
 COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()
@@ -285,7 +253,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         except SupportTableError as error:
             raise pytest.UsageError(str(error)) from error
         Path(target).write_text(render(rows, read_versions()))
-        page_of_tests(Path(target)).write_text(render_tests(rows))
 
 
 @pytest.hookimpl(wrapper=True)

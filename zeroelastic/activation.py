@@ -3,7 +3,7 @@
 Where the environment variable is set, ``zeroelastic.pth`` calls ``activate`` at the start of every Python process, most
 of which never import DeepSpeed: this module, and the package, import little. zeroelastic is installed when the code of
 ``deepspeed/__init__.py`` has run, and only then. The finder stays in ``sys.meta_path`` for good: programs ask whether
-DeepSpeed exists long before they import it, or never do. docs/guides/front-ends.md describes the variables.
+DeepSpeed exists long before they import it, or never do. docs/reference/options.md describes the variables.
 """
 
 from __future__ import annotations

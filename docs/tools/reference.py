@@ -6,34 +6,43 @@ A page has each part between two comments; tests/project/test_pages.py compares:
     ...
     <!-- end -->
 
-In the tables of the keys that verbs print with --json, what a key means is written by hand, and its type is that of the
-JSON Schema.
+The JSON Schemas of docs/schemas are those of the models, with the meaning of each key from keys.json beside this file.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
 from zeroelastic.cli.app import VERBS, app
-from zeroelastic.cli.documents import DOCUMENTS
+from zeroelastic.cli.documents import schemas
 from zeroelastic.deepspeed.options import options_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CLI = "docs/reference/cli"
+SCHEMAS = REPOSITORY / "docs/schemas"
+KEYS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("keys.json").read_text())
+"""Verb -> key of the document that it prints with --json -> what it means. ``[]`` stands for the items of a list."""
+
+COMMON = ("SRC", "DST", "DIR", "--tag", "--max-memory", "--html", "--force", "--quiet", "--json", "--help")
+"""Arguments and options that mean the same in every verb that has them; the page explains them once."""
 
 
 def parts() -> dict[str, dict[str, str]]:
     """Page, by its path from the root of the repository -> name of a part -> its text."""
     group = get_command(app)
-    found = {f"{CLI}/{verb}.md": {"options": "\n".join(_options(verb, group.commands[verb]))} for verb in VERBS}
-    found[f"{CLI}/index.md"] = {"verbs": "\n".join(_verbs(group)), "options": "\n".join(_options("", group))}
-    found["docs/reference/options.md"] = {"options": options_table().strip()}
-    return found
+    verbs = {verb: "\n".join(_verb(verb, group.commands[verb])) for verb in VERBS}
+    program = list(_options("", group))
+    verbs["program"] = "\n".join(_list(program))
+    verbs["common"] = "\n".join(_list(one for one in _common(group) if one not in program))
+    return {
+        "docs/reference/cli.md": verbs,
+        "docs/reference/options.md": {"options": options_table().strip()},
+    }
 
 
 def written(text: str, made: dict[str, str]) -> str:
@@ -46,51 +55,36 @@ def written(text: str, made: dict[str, str]) -> str:
     return text
 
 
-def with_types(text: str, verb: str) -> str:
-    """The page of a verb with the type of each key in the table of its document. Raises ValueError for a wrong key."""
-    schema = DOCUMENTS[verb].model_json_schema(by_alias=True)
-    begin = text.index(f"\n## {verb} --json\n")
-    head = re.sub(
-        r"\| key \|(?: type \|)? value \|\n\|(?:---\|)+\n", "| key | type | value |\n|---|---|---|\n", text[begin:]
-    )
-
-    def row(match: re.Match[str]) -> str:
-        cells = re.split(r"(?<!\\) \| ?", match[2].removesuffix("|"))
-        meaning = cells[-1].strip()
-        return f"| `{match[1]}` | {type_of(match[1], schema)} | {meaning} |".replace("|  |", "| |")
-
-    return text[:begin] + re.sub(r"^\| `([^`]+)` \| (.*)$", row, head, flags=re.MULTILINE)
+def published_schemas() -> dict[str, str]:
+    """File name -> JSON Schema with the meaning of each key. Raises ValueError for a key that the model lacks."""
+    found = {name: json.loads(text) for name, text in schemas().items()}
+    verify = KEYS["verify"]
+    of_all = {key: verify[key] for key in ("ok", "path", "mode", "bytes_read", "seconds", "read_seconds")}
+    keys = {**KEYS, "verify-all": {**of_all, "tags": "the documents of each checkpoint, newest first"}}
+    for verb, meanings in keys.items():
+        for key, meaning in meanings.items():
+            _property(key, found[f"{verb}.json"])["description"] = meaning
+    return {name: json.dumps(schema, indent=1, ensure_ascii=False) + "\n" for name, schema in found.items()}
 
 
-def type_of(key: str, schema: dict[str, Any]) -> str:
-    """What a key of a document is, such as "list of text, or null"; ``key`` is dotted, ``[]`` stands for the items."""
-    node: dict[str, Any] = schema
+def _property(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The part of a schema that describes a key; ``key`` is dotted, NAME and KEY stand for any name."""
+    node, found = schema, schema
     for name in key.split("."):
-        choices = [
-            choice for choice in _choices(node, schema) if name.removesuffix("[]") in choice.get("properties", {})
-        ]
-        if not choices and name.isupper():  # NAME, KEY: of many, which all have one type
+        choices = [one for one in _choices(node, schema) if name.removesuffix("[]") in one.get("properties", {})]
+        if choices:
+            found = choices[0]["properties"][name.removesuffix("[]")]
+        elif name.isupper():
             members = [member for choice in _choices(node, schema) for member in _members(choice)]
             if not members:
                 raise ValueError(f"{key}: the schema has nothing below {name}")
-            node = members[0]
-        elif choices:
-            node = choices[0]["properties"][name.removesuffix("[]")]
+            found = members[0]
         else:
             raise ValueError(f"{key}: the schema has no {name}")
+        node = found
         if name.endswith("[]"):
-            (node,) = [choice["items"] for choice in _choices(node, schema) if "items" in choice]
-    return _type(node, schema)
-
-
-_TYPES = {
-    "string": "text",
-    "integer": "integer",
-    "number": "number",
-    "boolean": "bool",
-    "null": "null",
-    "object": "object",
-}
+            (node,) = [choice["items"] for choice in _choices(found, schema) if "items" in choice]
+    return found
 
 
 def _choices(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,43 +95,50 @@ def _choices(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any
 
 
 def _members(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an object may have under any name: all that it has, or what a mapping has."""
+    """The properties that an object may have under any name."""
     rest = node.get("additionalProperties")
     return [*node.get("properties", {}).values(), *([rest] if isinstance(rest, dict) else [])]
 
 
-def _type(node: dict[str, Any], schema: dict[str, Any]) -> str:
-    names = []
-    for choice in _choices(node, schema):
-        if choice.get("type") == "array":
-            items = _type(choice.get("items", {}), schema)
-            names.append(f"list of {items}" if items else "list")
-        else:
-            names.append(_TYPES.get(choice.get("type", ""), "any"))
-    names = list(dict.fromkeys(names))
-    last = ["or null"] if "null" in names else []
-    return ", ".join([" or ".join(name for name in names if name != "null"), *last])
+def _verb(verb: str, command: Any) -> Iterator[str]:
+    """The text of ``--help``: what the verb does, its examples, and a list of the options that it alone has."""
+    paragraphs = re.split(r"\n{2,}", command.help.strip())
+    examples = [text for text in paragraphs if "Examples:" in text.splitlines()[:2]]
+    yield "\n\n".join(_prose(text) for text in paragraphs if text not in examples)
+    for text in examples:
+        lines = [line.strip() for line in text.partition("Examples:\n")[2].splitlines()]
+        yield from ("", "```bash", *lines, "```")
+    own = [(names, text) for names, text in _options(verb, command) if not _is_common(names)]
+    if own:
+        yield from ("", *_list(own))
 
 
-def _options(verb: str, command: Any) -> Iterator[str]:
-    """How a command is called, and a table of its arguments and options."""
-    path = f"zeroelastic {verb}".strip()
+def _options(verb: str, command: Any) -> Iterator[tuple[str, str]]:
+    """The arguments and options of a command, each with its help."""
     settings = {"help_option_names": ["--help", "-h"]}
-    context = command.context_class(command, info_name=path, **settings)
-    usage = " ".join(command.collect_usage_pieces(context)).replace("{", "").replace("}", "")
-    yield from ("```text", f"{path} {usage}", "```", "", "| argument or option | meaning |", "|---|---|")
+    context = command.context_class(command, info_name=f"zeroelastic {verb}".strip(), **settings)
     for parameter in command.get_params(context):
         names, text = parameter.get_help_record(context) or ("", "")
         if names:
-            yield f"| `{_cell(re.sub(r' <(str|path)>$', '', names))}` | {_cell(_prose(text))} |"
+            yield re.sub(r" <(str|path)>$", "", names), text
 
 
-def _verbs(group: Any) -> Iterator[str]:
-    """A table of all verbs, each linked to its page."""
-    yield from ("| verb | what it does |", "|---|---|")
+def _is_common(names: str) -> bool:
+    return any(option in names.replace(",", " ").split() for option in COMMON)
+
+
+def _common(group: Any) -> Iterable[tuple[str, str]]:
+    """The options in ``COMMON``, as the first verb that has them explains them."""
+    found: dict[str, str] = {}
     for verb in VERBS:
-        first = re.split(r"\n{2,}", group.commands[verb].help.strip())[0]
-        yield f"| [`{verb}`]({verb}.md) | {_cell(_prose(first))} |"
+        for names, text in _options(verb, group.commands[verb]):
+            if _is_common(names):
+                found.setdefault(names, text)
+    return found.items()
+
+
+def _list(options: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield from (f"* `{names}`: {_prose(text)}" for names, text in options)
 
 
 def _prose(text: str) -> str:
@@ -146,21 +147,13 @@ def _prose(text: str) -> str:
     return re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", text)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
-
-
 def main() -> None:
-    """Write all parts and types into their pages."""
+    """Write all parts into their pages, and the schemas."""
     for page, made in parts().items():
         path = REPOSITORY / page
-        path.write_text(complete(page, path.read_text(), made))
-
-
-def complete(page: str, text: str, made: dict[str, str]) -> str:
-    """A page with all that is made from the code."""
-    text = written(text, made)
-    return with_types(text, Path(page).stem) if Path(page).stem in VERBS else text
+        path.write_text(written(path.read_text(), made))
+    for name, text in published_schemas().items():
+        (SCHEMAS / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ SAID_IN_EACH_MESSAGE = {"NewerFormatError", "OldFormatError", "SavedAgainError"}
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY if kind.__module__ == errors.__name__])
 def test_every_class_of_damage_has_a_remedy(kind: type[ZeroElasticError]) -> None:
     assert says_what_to_do(kind.remedy) or kind.__name__ in SAID_IN_EACH_MESSAGE
-    page = (ROOT / "docs/reference/errors.md").read_text()
-    assert f"## {kind.__name__}\n" in page
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    assert f"\n| `{kind.__name__}` (" in page
 
 
 def literal_text(node: ast.AST) -> str:

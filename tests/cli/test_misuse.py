@@ -189,7 +189,7 @@ def test_the_judge_of_messages_can_say_no() -> None:
 
 
 def documented() -> dict[int, str]:
-    table = (ROOT / "docs/reference/cli/index.md").read_text().split("| exit code | meaning |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/reference/cli.md").read_text().split("| exit code | meaning |")[1].split("\n\n")[0]
     return {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", table, flags=re.MULTILINE)}
 
 

@@ -14,11 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from documentation import blocks, run
+from documentation import run
 from places import ROOT
 from saved_files import logged
 from trainer_job import (
-    EXAMPLES,
     GLOBAL_BATCH,
     OFFLOADED,
     SAMPLES,
@@ -361,11 +360,6 @@ def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path, stage, zero):
     assert any(key.startswith("scheduler/") for key in seen[0].saved[6])
     resumed = pool.run(run_trainer, 3, job.at(resume=f"{tmp_path}/checkpoint-6", args={}))
     check_goes_on(seen[0], resumed[0], 6)
-
-
-def test_the_configuration_of_the_documentation_is_the_one_that_is_tested():
-    (text,) = [block.text for block in blocks("docs/guides/huggingface.md") if block.language == "json"]
-    assert text == (EXAMPLES / "ds_z2.json").read_text()
 
 
 # Without elastic(), and what it refuses

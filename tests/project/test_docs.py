@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from commands import run_command
 from documentation import anchors, blocks, links, pages, run
-from made_once import made_once
 from places import ROOT
 from warm_python import executable
 
@@ -30,35 +28,19 @@ DOCUMENTS = [
 
 # A page that saves and loads; jobs that change size are started by the real python, too, in tests/elastic. Of the
 # others, processes are forked from one that has imported torch and deepspeed, and these.
-RUN_BY_PYTHON_ITSELF = "docs/guides/rolling-back.md"
+RUN_BY_PYTHON_ITSELF = "docs/guides/keeping.md"
 PRELOADED = {"docs/guides/huggingface.md": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
-
-VERBS = "docs/reference/cli/"
-SAMPLE = f"{VERBS}index.md"
-"""The page that makes the checkpoints with which the pages of the verbs work."""
 
 # Commands that are not run from here: they install or build what this test runs in, or run this test.
 SET_UP = ("make ", "pip install ")
 
 
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the page that makes checkpoints leaves."""
-    return made_once(tmp_path_factory, "sample", lambda made: assert_runs(SAMPLE, made))
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_code_blocks_run(document: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_code_blocks_run(document: str, tmp_path: Path) -> None:
     """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line,
     ``zeroelastic`` in this process."""
-    if document.startswith(VERBS) and document != SAMPLE:
-        shutil.copytree(request.getfixturevalue("sample"), tmp_path, symlinks=True, dirs_exist_ok=True)
-    assert_runs(document, tmp_path)
-
-
-def assert_runs(document: str, directory: Path) -> None:
-    assert run_blocks(document, directory) > 0
+    assert run_blocks(document, tmp_path) > 0
 
 
 def run_blocks(document: str, directory: Path) -> int:
@@ -121,10 +103,10 @@ def test_links_lead_to_files_and_headings_that_exist(document: str) -> None:
             assert anchor in anchors(target), f"{document}: {link} is none of {sorted(anchors(target))}"
 
 
-GROW_WITH_THE_TESTS = ("docs/support.md", "docs/support-tests.md")
+GROWS_WITH_THE_TESTS = "docs/support.md"
 
 
-@pytest.mark.parametrize("document", [page for page in pages() if page not in GROW_WITH_THE_TESTS])
+@pytest.mark.parametrize("document", [page for page in pages() if page != GROWS_WITH_THE_TESTS])
 def test_a_page_is_of_a_length_that_is_read(document: str) -> None:
     assert len((ROOT / document).read_text().splitlines()) <= 300
 

@@ -187,7 +187,7 @@ def test_every_picture_has_a_text(pages: dict[str, Page]) -> None:
 
 
 def test_the_api_has_types_and_every_public_function(site: Path) -> None:
-    html = (site / "reference/api.html").read_text()
+    html = (site / "reference/library.html").read_text()
     import zeroelastic
 
     functions = [name for name in zeroelastic.__all__ if name[0].islower() and not name.startswith("_")]

@@ -2,15 +2,11 @@
 
 No verb imports this module, which imports all of them, but for a page of ``--html``; tests hold what the verbs print to
 the schemas.
-
-``python -m zeroelastic.cli.documents docs/schemas`` writes the schemas, and that of the "zeroelastic" block.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -63,8 +59,3 @@ def schemas() -> dict[str, str]:
 
 def _schema(either: Any) -> dict[str, Any]:
     return TypeAdapter(either).json_schema(mode="serialization", by_alias=True)
-
-
-if __name__ == "__main__":
-    for name, text in schemas().items():
-        (Path(sys.argv[1]) / name).write_text(text)

@@ -59,9 +59,9 @@ class Options(BaseModel):
 
     format: SavedFormat | None = Field(
         default=None,
-        description='`"elastic"`: saves at ZeRO stage 3 are elastic, as with `"elastic_checkpoint": true` under '
-        '`"zero_optimization"`, a key that a newer DeepSpeed may refuse; `"rigid"`: they are not. By default that key '
-        "decides",
+        description='`"elastic"`: saves at ZeRO stage 3 say themselves which parameter lies where; `"rigid"`: they are '
+        "as DeepSpeed writes them. If it is not set, DeepSpeed's own key decides: `elastic_checkpoint` under "
+        "`zero_optimization`",
     )
     verify: Verify = Field(
         default="read",
@@ -94,7 +94,7 @@ class Options(BaseModel):
         default="error",
         description='`"error"`: the parameters and optimizer groups of the run must be those of the save; the error '
         'lists everything that differs. `"initialize"`: what both have is restored, the rest keeps its initial values '
-        "and is named, [see here](../guides/changed-parameters.md)",
+        "and is named, [see here](../guides/lora.md#train-other-parameters)",
     )
     weights_only_load: bool = Field(
         default=False,
@@ -115,7 +115,7 @@ class Options(BaseModel):
         default="include",
         description='`"exclude"`: frozen weights are not written to checkpoints, their digests are. A load keeps the '
         "run's own frozen weights, and refuses those of another base model, "
-        "[see here](../guides/smaller-checkpoints.md)",
+        "[see here](../guides/lora.md#save-no-frozen-weights)",
     )
     async_save: bool = Field(
         default=False,
@@ -136,7 +136,7 @@ class Options(BaseModel):
     keep: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="how many checkpoints are kept: after each commit, older ones beyond the newest `keep` are "
-        "removed, [see here](../guides/monitoring.md#keeping-few-checkpoints)",
+        "removed, [see here](../guides/keeping.md#keeping-few-checkpoints)",
     )
     keep_every: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -145,13 +145,13 @@ class Options(BaseModel):
     upload: str | None = Field(
         default=None,
         description="a URL such as `s3://bucket/run`: each checkpoint is uploaded there when it is committed, while "
-        "training goes on, [see here](../guides/object-stores.md#uploads)",
+        "training goes on, [see here](../guides/storage.md#uploads)",
     )
     store_retries: Annotated[int, Field(ge=0, le=100)] = Field(
         default=4,
         description="how often a request to an object store that failed for a passing reason (a broken connection, a "
         "busy or failing server) is made again, with growing random pauses, "
-        "[see here](../guides/object-stores.md#failures)",
+        "[see here](../guides/storage.md#object-stores)",
     )
     store_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=300.0, description="how many seconds a request to an object store may go without an answer"

@@ -80,7 +80,7 @@ def plan_prune(
 ) -> PrunePlan:
     """Decide what to remove so that the ``keep`` newest whole tags with the same trained parameters stay, and why.
 
-    Tags of other parameters are counted apart. docs/reference/cli/prune.md has the other reasons for which a tag stays.
+    Tags of other parameters are counted apart. docs/guides/keeping.md has the other reasons for which a tag stays.
     ``invalid`` removes damaged tags too, where they are older than the newest whole one. A tag without a commit record
     in which nothing changed for ``min_age_s`` is taken not to be in the middle of a save. With ``of``, a tag, only
     those with its parameters are looked at. Raises UsageError for a directory without checkpoints, and ``keep`` below

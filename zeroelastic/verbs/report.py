@@ -57,7 +57,7 @@ class Report(Part):
     ok: bool
 
     def to_json(self) -> dict[str, Any]:
-        """The document that the command prints with ``--json``; docs/reference/cli has its keys, verb by verb."""
+        """The document that the command prints with ``--json``; docs/schemas has its keys, verb by verb."""
         absent = {name for name in self.only_where_given if getattr(self, name) is None}
         return {key: _json_proper(value) for key, value in self.model_dump(by_alias=True, exclude=absent).items()}
 
