@@ -161,9 +161,8 @@ def deepspeed_config(*, global_batch: int, micro_size: int, accumulation: int) -
             "stage": 3,
             "sub_group_size": 100_000,
             "stage3_param_persistence_threshold": 2_000,
-            "elastic_checkpoint": True,  # elastic
         },
-        "zeroelastic": {"verify": True},
+        "zeroelastic": {"format": "elastic", "verify": True},  # elastic
     }
 
 

@@ -137,15 +137,16 @@ def run_trainer(job: TrainerJob) -> Seen:
     warnings.simplefilter("ignore")
     if job.precision == "fp16":
         allow_fp16_on_cpu()
-    base = CONFIGS[job.stage]
-    zero = {**base["zero_optimization"], **job.zero}
+    config = {**CONFIGS[job.stage], **job.config}
+    config["zero_optimization"] = {**config["zero_optimization"], **job.zero}
+    config["zeroelastic"] = {"format": "elastic", **config["zeroelastic"]}
     args = TrainingArguments(
         **{
             "output_dir": job.directory,
             **batch_args(global_batch=GLOBAL_BATCH, max_per_device=3),
             "use_cpu": True,
             job.precision: True,
-            "deepspeed": json.loads(json.dumps({**base, **job.config, "zero_optimization": zero})),
+            "deepspeed": json.loads(json.dumps(config)),
             "num_train_epochs": 3,
             "learning_rate": 1e-2,
             "weight_decay": 0.1,

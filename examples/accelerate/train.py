@@ -88,7 +88,7 @@ def main() -> None:
     micro, accumulation = split_batch(args.global_batch, world_size=world_size, max_micro=args.max_micro)
     zero = {"stage": args.stage, "round_robin_gradients": True}
     if args.stage == 3:
-        zero = {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100}
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     ds_config = {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
@@ -97,7 +97,7 @@ def main() -> None:
         "steps_per_print": 1_000_000,
         "zero_optimization": zero,
         "bf16": {"enabled": args.mixed_precision == "bf16"},
-        "zeroelastic": {"strict": True},
+        "zeroelastic": {"format": "elastic", "strict": True},
     }
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,

@@ -36,7 +36,7 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
-    "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
 }
 
 
@@ -88,9 +88,9 @@ def build(args: argparse.Namespace) -> tuple[Any, BatchPlan]:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    own = {} if args.memory is None else {"memory": {"every": 1, "copies": args.memory}}
+    memory = {} if args.memory is None else {"memory": {"every": 1, "copies": args.memory}}
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=plan.apply({**CONFIG, "zeroelastic": own})
+        model=model, optimizer=optimizer, config=plan.apply({**CONFIG, "zeroelastic": {"format": "elastic", **memory}})
     )
     return engine, plan
 

@@ -83,11 +83,11 @@ def main() -> None:
     pl.seed_everything(7)
     zero = {"stage": args.stage, "round_robin_gradients": True}
     if args.stage == 3:
-        zero = {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100}
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     config = {
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "zeroelastic": {"strict": True},
+        "zeroelastic": {"format": "elastic", "strict": True},
     }
     trainer = pl.Trainer(
         accelerator="cuda" if torch.cuda.is_available() else TrainerOnCPU(),

@@ -40,12 +40,12 @@ def main() -> None:
         parser.error(f"--global-batch {args.global_batch} does not divide by {world_size} processes")
     zero = {"stage": args.stage, "round_robin_gradients": True}
     if args.stage == 3:
-        zero = {"stage": 3, "elastic_checkpoint": True, "stage3_param_persistence_threshold": 100}
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     config = {
         "train_micro_batch_size_per_gpu": micro,  # Fabric says 1 otherwise, and the global batch seems to change
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "zeroelastic": {"strict": True},
+        "zeroelastic": {"format": "elastic", "strict": True},
     }
     fabric = Fabric(
         accelerator="cuda" if torch.cuda.is_available() else FabricOnCPU(),

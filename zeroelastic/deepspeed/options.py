@@ -80,8 +80,8 @@ class Options(BaseModel):
     )
     strict: bool = Field(
         default=False,
-        description="refuse a resume that changes the global batch, or that goes on with another base model than the "
-        "save, instead of only warning of it",
+        description="`true`: a resume that changes the global batch, or continues with another base model, is an error "
+        "and not a warning",
     )
     keep_global_batch: bool = Field(
         default=False,
@@ -120,7 +120,7 @@ class Options(BaseModel):
     async_save: bool = Field(
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "
-        "committed while training goes on, [see here](../guides/background-saves.md)",
+        "committed while training continues, [see here](../guides/background-saves.md)",
     )
     memory: MemoryOptions | None = Field(
         default=None,
@@ -145,7 +145,7 @@ class Options(BaseModel):
     upload: str | None = Field(
         default=None,
         description="a URL such as `s3://bucket/run`: each checkpoint is uploaded there when it is committed, while "
-        "training goes on, [see here](../guides/storage.md#uploads)",
+        "training continues, [see here](../guides/storage.md#uploads)",
     )
     store_retries: Annotated[int, Field(ge=0, le=100)] = Field(
         default=4,
