@@ -253,7 +253,7 @@ WALKS = {
         *("write_segments", "whole_contents", "commit", "publish_tag"),
     ),
     "reshard": (
-        *("find_source", "open_state", "reshard_target", "rank_files"),
+        *("find_source", "open_state", "plan_reshard", "NativeSink"),
         *("make_plan", "move_segments", "content_root", "new_directory"),
     ),
 }
