@@ -101,7 +101,7 @@ $(DEEPSPEED): constraints.txt
 # Everything else, while DeepSpeed's ops compile where make may run two jobs. Bytecode is left to what imports a module:
 # compiling all of transformers, moto and others takes a minute, and the tests import a small part.
 $(STAMP): $(DEEPSPEED) pyproject.toml setup.py
-	@$(INSTALL) --no-compile --no-build-isolation -e '.[train,demo,dev]'
+	@ZEROELASTIC_BUILD_CUDA=$(if $(shell command -v nvcc),1,0) $(INSTALL) --no-compile --no-build-isolation -e '.[train,demo,dev]'
 	@$(PIP) check
 	@touch $@
 

@@ -1,9 +1,10 @@
 """Build entry point: the native engines from csrc/; the metadata is in pyproject.toml.
 
 The engines are plain shared libraries that ctypes loads: they include neither Python's nor torch's headers, so that
-one wheel serves every version of Python. Both are optional. ZEROELASTIC_BUILD_NATIVE (needs a C++17 compiler) and
-ZEROELASTIC_BUILD_CUDA (needs nvcc on the PATH) say "1": fail when it cannot be built; "0": do not try; unset: build
-what can be built. What happened is left in a log beside the library. CXX, CXXFLAGS and LDFLAGS are heeded.
+one wheel serves every version of Python. Both are optional. The native engine needs a C++17 compiler and is built
+where there is one: ZEROELASTIC_BUILD_NATIVE=0 skips it, and 1 makes a failed build fatal. The CUDA engine needs nvcc
+and takes minutes: it is built only with ZEROELASTIC_BUILD_CUDA=1, or later by ``zeroelastic doctor --build-cuda``. A
+log beside each library says what happened. CXX, CXXFLAGS and LDFLAGS are heeded.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ class BuildEngines(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         name = ext.name.rpartition("._")[2]
-        wanted = os.environ.get(f"ZEROELASTIC_BUILD_{name.upper()}", "")
+        variable = f"ZEROELASTIC_BUILD_{name.upper()}"
+        wanted = os.environ.get(variable, "")
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             if wanted == "0":
-                raise library_build.NotBuilt(f"ZEROELASTIC_BUILD_{name.upper()}=0 was set when the package was built")
+                raise library_build.NotBuilt(f"{variable}=0 was set when the package was built")
+            if name == "cuda" and wanted != "1":
+                raise library_build.NotBuilt(f"{variable}=1 was not set when the package was built")
             make_command = library_build.cpp_command if name == "native" else library_build.cuda_command
             library_build.build_library(make_command(ext.sources), target, directory=ROOT)
         except library_build.NotBuilt as reason:
@@ -68,7 +72,7 @@ class BuildEngines(build_ext):
             library_build.write_log(target, f"{reason}\n")
             if wanted == "1":
                 raise SystemExit(f"zeroelastic: the {name} engine was not built: {reason}") from None
-            if wanted != "0" and (name == "native" or shutil.which("nvcc")):
+            if name == "native" and wanted != "0":
                 self.warn(f"zeroelastic goes without its {name} engine: {str(reason).splitlines()[0]}")
 
     def get_ext_filename(self, fullname: str) -> str:
