@@ -331,11 +331,11 @@ def test_the_build_says_what_made_it() -> None:
 HEADERS = ("csrc/zeroelastic.h", "csrc/cuda/zeroelastic_cuda.h")
 STRUCTURES = {
     "ze_error": abi.Error,
-    "ze_table": abi.Table,
+    "ze_table": abi.TableStruct,
     "ze_files": abi.Files,
     "ze_buffers": abi.Buffers,
     "ze_digest": abi.Digest,
-    "ze_progress": abi.Progress,
+    "ze_progress": abi.ProgressStruct,
     "ze_options": abi.CallOptions,
 }
 
