@@ -9,14 +9,6 @@ from zeroelastic.byte_sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A sentence for the report, and the level at which rank 0 logs a report that contains it."""
-
-    level: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ResumeReport:
     """The outcome of one load; the same on every rank, except for ``seconds``, which no comparison counts.
 

@@ -28,7 +28,6 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import directory_exists
-from zeroelastic.report import Note
 from zeroelastic.runs.candidates import check_quickly, is_damage
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.locate import find_source
@@ -39,23 +38,19 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Notes(list[Note]):
-    """Notes for the resume report."""
+class Notes:
+    """Notes for the resume report, and the level at which rank 0 logs them."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.level = logging.INFO
 
     def info(self, text: str) -> None:
-        self.append(Note(logging.INFO, text))
+        self.texts.append(text)
 
     def warn(self, text: str) -> None:
-        self.append(Note(logging.WARNING, text))
-
-    @property
-    def texts(self) -> list[str]:
-        return [note.text for note in self]
-
-    @property
-    def level(self) -> int:
-        """The highest level of the notes; INFO without any."""
-        return max((note.level for note in self), default=logging.INFO)
+        self.texts.append(text)
+        self.level = logging.WARNING
 
 
 def is_loaded_here(engine: Any) -> bool:
@@ -252,7 +247,7 @@ def load_and_correct(
     if report is not None and report.batch_changed:
         notes.warn(settings)
     add_to_report(engine, notes.texts)
-    if notes and dist.get_rank() == 0:
+    if notes.texts and dist.get_rank() == 0:
         logger = logging.getLogger(f"{__package__}.{framework.lower()}")  # of the module for the framework
         logger.log(notes.level, "%s, %d ranks: %s", framework, dist.get_world_size(), "; ".join(notes.texts))
     return loaded

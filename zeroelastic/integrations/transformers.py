@@ -220,7 +220,7 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
     checkpoint = Path(report.path).parent
     exact, rederived, reset = compare_generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
-    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
+    if notes.texts and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
         raise StrictError(
             f'{checkpoint}: {"; ".join(notes.texts)}. Resume with the settings of the save. ("strict": false '
             "allows it.)"
@@ -229,7 +229,7 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
     if trainer.args.ignore_data_skip:
         reset.append("position in the data (ignore_data_skip)")
     elif sampler is not None:
-        if not notes:
+        if not notes.texts:
             unknown = "" if _RECORD in trainer.state.stateful_callbacks else ", of an order whose seed is not recorded"
             exact.append(f"position in the data (epochs of {sampler.num_batches} global batches{unknown})")
     else:
