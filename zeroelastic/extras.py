@@ -15,11 +15,6 @@ def torch_is_there() -> bool:
     return find_spec("torch") is not None
 
 
-def torch_missing(what: str) -> MissingPackageError:
-    """The error of ``what`` where PyTorch is not installed; it says how to install it."""
-    return MissingPackageError(f"{what} needs PyTorch, which is not installed. Install it: {INSTALL_TRAIN}.")
-
-
 def require_torch(what: str, module: str = "") -> None:
     """Raise MissingPackageError where PyTorch is not installed; imports nothing. Example::
 
@@ -27,7 +22,9 @@ def require_torch(what: str, module: str = "") -> None:
 
     A ``module`` that is run as a program, ``__main__``, ends with the sentence alone.
     """
-    if not torch_is_there():
-        if module == "__main__":
-            sys.exit(f"error: {torch_missing(what)}")
-        raise torch_missing(what)
+    if torch_is_there():
+        return
+    error = MissingPackageError(f"{what} needs PyTorch, which is not installed. Install it: {INSTALL_TRAIN}.")
+    if module == "__main__":
+        sys.exit(f"error: {error}")
+    raise error

@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic.core.global_batch import world_sizes
-from zeroelastic.extras import torch_is_there, torch_missing
+from zeroelastic.extras import require_torch, torch_is_there
 
 if not torch_is_there():
-    raise torch_missing("zeroelastic.elastic")
+    require_torch("zeroelastic.elastic")
 
 from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, set_collective_timeout
