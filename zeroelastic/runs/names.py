@@ -92,12 +92,7 @@ def directory_of(root: FilePath, tag: str) -> FilePath:
 
 def is_ours(name: str) -> bool:
     """Whether zeroelastic uses a folder's name for directories that are being made or removed."""
-    return is_unfinished(name) or is_partial(name)
-
-
-def is_partial(name: str) -> bool:
-    """Whether a folder's name is that of one which a verb makes, or made when it was killed."""
-    return name.startswith(".") and name.endswith(PARTIAL)
+    return is_unfinished(name) or (name.startswith(".") and name.endswith(PARTIAL))
 
 
 def why_not_saved(directory: FilePath, tag: str) -> str | None:
