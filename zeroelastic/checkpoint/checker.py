@@ -128,7 +128,9 @@ class _Checker(TagHeaders):
             self._choose_models()
             self._open_shards()
             self._choose_shards()
-            self._find_record()
+            head = self.first_shard if RECORD_NAME not in self.sizes else None  # else it is there, and damaged
+            if head is not None and (missing := not_committed(head, self.saved)) is not None:
+                self.missing.append(self.add(RECORD_NAME, missing))
             self._put_together()
             self._compare_with_record()
         if self._headers != "first":
@@ -273,12 +275,6 @@ class _Checker(TagHeaders):
                 if type(count) is int and count > rank:
                     return count
         return None
-
-    def _find_record(self) -> None:
-        if self.first_shard is None or RECORD_NAME in self.sizes:  # it is there, and damaged
-            return
-        if (missing := not_committed(self.first_shard, self.saved)) is not None:
-            self.missing.append(self.add(RECORD_NAME, missing))
 
     def _choose_models(self) -> None:
         """Keep the model states files that agree with the record, or without a record with the majority.

@@ -228,7 +228,10 @@ def _by_rank(
         if file.tp_rank >= tensor_size:
             others.append(name)
         elif (other := found[file.kind].setdefault(rank, name)) != name:
-            duplicates[name] = claimed_twice(tag_dir, other, name, file.rank)
+            duplicates[name] = CheckpointError(
+                f"{tag_dir}: both {other} and {name} claim rank {file.rank}. Files of two saves are mixed in this "
+                "directory; remove those that do not belong."
+            )
     optim, models, whole = found.values()
     return StateFiles(optim, models or whole, bool(whole) and not models, tensor_size, tuple(others)), duplicates
 
@@ -294,14 +297,6 @@ def list_tag(directory: FilePath) -> TagListing:
     )
 
 
-def claimed_twice(directory: FilePath, first: str, second: str, rank: int) -> CheckpointError:
-    """The error about two files of one rank."""
-    return CheckpointError(
-        f"{directory}: both {first} and {second} claim rank {rank}. Files of two saves are mixed in this directory; "
-        "remove those that do not belong."
-    )
-
-
 def is_temporary(name: str) -> bool:
     """Whether a file has the name of one that is being written, or was when its writer died."""
     return _TEMPORARY.fullmatch(name) is not None
@@ -310,11 +305,9 @@ def is_temporary(name: str) -> bool:
 def is_universal(directory: FilePath) -> bool:
     """Whether a directory was written by ``ds_to_universal``: one folder for each whole parameter."""
     try:
-        names, inside = list_directory(directory)
+        return list_tag(directory).is_universal
     except (CheckpointError, UnreadableError):
         return False
-    files = (file for name in names if (file := parse_rank_file(name)) is not None)
-    return not any(file.kind == "optimizer" for file in files) and _holds_whole_params(directory, inside)
 
 
 def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:
