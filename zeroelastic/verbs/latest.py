@@ -8,14 +8,7 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
-from zeroelastic.errors import (
-    CheckpointError,
-    UnreadableError,
-    UnsupportedError,
-    UsageError,
-    printable,
-    with_remedy,
-)
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, UsageError, printable, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path, local_directory
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.candidates import Check, Verdict, check_quickly, check_tag, find_newest

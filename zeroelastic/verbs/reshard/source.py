@@ -14,9 +14,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.module_names import ModuleNames, module_names, places_of
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import (
-    configured_sub_group_size,
-)
+from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedState, TensorSet
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, expert_file_name
 from zeroelastic.checkpoint.topology import Topology, numbered_expert

@@ -17,13 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from zeroelastic._version import __version__
-from zeroelastic.checkpoint.commit_record import (
-    RECORD_NAME,
-    RECORD_VERSION,
-    CommitRecord,
-    SavedWith,
-    record_text,
-)
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, SavedWith, record_text
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import contents_of
