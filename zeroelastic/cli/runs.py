@@ -13,6 +13,7 @@ from zeroelastic.cli.app import FAILED, INVALID, reports
 from zeroelastic.cli.options import JsonOption, QuietOption, RunArgument, complete_tag
 from zeroelastic.cli.tables import Table, print_table, row
 from zeroelastic.cli.terminal import log_line, print_report, progress_of
+from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.latest import LatestFile, LatestReport
@@ -183,9 +184,9 @@ def prune(
 
 def _what(report: PruneReport) -> str:
     """The number of tags and unfinished saves to remove, for the question."""
-    count, dead = len(report.plan.removals), report.dead
-    parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
-    parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
+    count, dead = len(report.plan.removals), len(report.dead)
+    parts = [counted(count, "checkpoint")] if count else []
+    parts += [f"{counted(dead, 'save')} that did not finish"] if dead else []
     return f"{' and '.join(parts)} ({format_size(report.removable_bytes)})"
 
 

@@ -317,11 +317,6 @@ def write_plan(
 
     Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then
     nothing is left.
-
-    Example::
-
-        plan = plan_export(open_state(open_committed("ckpt/global_step4")), dtype="bf16")
-        write_plan(plan, Path("weights"))
     """
     checkpoint = plan.state.checkpoint
     reading = Reading(checkpoint, max_memory=max_memory, progress=progress, by_checksum=False)

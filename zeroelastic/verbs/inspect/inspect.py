@@ -93,10 +93,6 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
     ``all_ranks`` opens every rank's headers and reports contradictions between them. Raises UnreadableError where the
     directory or a file cannot be read, SavedAgainError where it was saved again meanwhile, UnsupportedError for
     Universal checkpoints. One of ZeRO stage 0 is described without its parameters, which its optimizer does not name.
-
-    Example::
-
-        inspect_source(find_source("ckpt")).world_size
     """
     with one_save(source.tag_dir):
         listing = list_tag(source.tag_dir)

@@ -45,11 +45,6 @@ def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | No
     continues; a run that fails or is interrupted leaves nothing. Raises UsageError (``dst`` exists, or lies in the
     source), DigestMismatchError when what was read is not what the source's commit record says, CheckpointError,
     OSError.
-
-    Example::
-
-        plan = plan_reshard(find_source("ckpt"), ReshardOptions(world_size=12))
-        print(run_reshard(plan, Path("ckpt-12")).content_root)
     """
     given, dst = dst, Path(os.path.abspath(dst))
     sweep(dst.parent)

@@ -137,11 +137,6 @@ def verify_checkpoint(
     of bytes done since it was last called. Memory: the headers of all ranks and a few MiB. Damage is reported, not
     raised. Raises MissingFileError where there is no ZeRO-3 checkpoint, UnsupportedError for one that is not read here,
     SavedAgainError for one that was saved again meanwhile.
-
-    Example::
-
-        for problem in verify_checkpoint(Path("ckpt/global_step100")).problems:
-            print(problem.sentence)
     """
     return _judged(_open_headers(watch(tag_dir), quick=quick), quick=quick, progress=progress)
 
