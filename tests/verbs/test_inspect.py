@@ -494,7 +494,7 @@ def test_2000_parameters_of_8_ranks_take_no_time_and_import_nothing_large(tmp_pa
     code = (
         "import sys, atexit; from zeroelastic.cli.app import main; sys.argv[1:] = sys.argv[2:]\n"
         "large = {'torch', 'deepspeed', 'matplotlib', 'fsspec', 'rich', 'asyncio', 'numpy.testing'}\n"
-        "verbs = {f'zeroelastic.cli.{name}' for name in ('verify', 'plan', 'copies', 'runs', 'jobs', 'doctor')}\n"
+        "verbs = {f'zeroelastic.cli.{name}' for name in ('verify', 'copies', 'runs', 'doctor')}\n"
         "heavy = lambda: (large | verbs) & {*sys.modules}\n"
         "atexit.register(lambda: print('heavy:', sorted(heavy()), file=sys.stderr))\n"
         "main()"

@@ -33,7 +33,7 @@ from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.reshard.options import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardReport, plan_reshard
-from zeroelastic.verbs.reshard.write import run_reshard
+from zeroelastic.verbs.reshard.reshard import run_reshard
 
 
 def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:

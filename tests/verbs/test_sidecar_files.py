@@ -17,8 +17,8 @@ from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import read_tree
 from zeroelastic.verbs.reshard.options import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardReport, plan_reshard
+from zeroelastic.verbs.reshard.reshard import run_reshard
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, write_sidecar_files
-from zeroelastic.verbs.reshard.write import run_reshard
 
 
 def run(src: Path, dst: Path, world_size: int) -> ReshardReport:

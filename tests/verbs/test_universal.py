@@ -23,7 +23,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
 from zeroelastic.verbs.reshard.options import ReshardOptions
-from zeroelastic.verbs.reshard.write import run_reshard
+from zeroelastic.verbs.reshard.reshard import run_reshard
 
 TAG = "global_step3"
 

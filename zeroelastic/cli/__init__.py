@@ -2,9 +2,9 @@
 
     app        the verbs, each imported when it is used; exit codes, signals; ``reports``: the body of a verb
     options    the options of several verbs
-    inspect    inspect              copies    reshard, export, convert
+    inspect    inspect, plan        copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
-    plan       plan                 doctor    doctor
+    doctor     doctor
     tables     the view of a report, as data: the terminal prints it, and
     page       writes it as the page of ``--html`` by Jinja2, with one of the two ``figures``
     terminal   text, columns and progress

@@ -206,7 +206,7 @@ _GROUPS = {
         "inspect": "inspect",
         "verify": "verify",
         "diff": "verify",
-        "plan": "plan",
+        "plan": "inspect",
     },
     "Make another of it": {"reshard": "copies", "export": "copies", "convert": "copies"},
     "The directory of a run": {"ls": "runs", "latest": "runs", "prune": "runs"},
