@@ -1,4 +1,4 @@
-"""``zeroelastic inspect`` and ``plan``: describe a checkpoint from its headers; and who would read it at another size."""
+"""``zeroelastic inspect`` and ``plan``: describe a checkpoint, and who would read it at another world size."""
 
 from __future__ import annotations
 
