@@ -29,6 +29,7 @@ from zeroelastic.deepspeed.live.topology import expert_group, has_expert_buffers
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.peer_memory import gather_from_peers
 from zeroelastic.errors import UnsupportedError
+from zeroelastic.errors import buffer_kind as word_for_buffer
 
 _LEAST_COPIED_BYTES = 1 << 20
 """Of less than this, broadcasts take no longer than what it takes ranks to copy from each other."""
@@ -56,6 +57,7 @@ class GroupSplit(LiveOptimizer):
 
     optimizer: GroupOptimizer
     per_param = False
+    buffer_kind = word_for_buffer(2)
     has_elastic_form = False
 
     @staticmethod

@@ -30,7 +30,8 @@ from zeroelastic.deepspeed.live.optimizers import (
     state_dtype,
 )
 from zeroelastic.deepspeed.live.topology import LiveTopology, read_topology
-from zeroelastic.errors import UnsupportedError, buffer_kind
+from zeroelastic.errors import UnsupportedError
+from zeroelastic.errors import buffer_kind as word_for_buffer
 
 _LARGE_PAGE = 2 << 20
 
@@ -68,11 +69,8 @@ class LiveOptimizer(ABC):
     """Whether there is an optimizer; else every parameter counts as frozen, and only weights are loaded."""
     on_nvme: bool = False
     """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
-
-    @property
-    def buffer_kind(self) -> str:
-        """The word for a flat buffer in messages."""
-        return buffer_kind(3 if self.per_param else 2)
+    buffer_kind: str = word_for_buffer(3)
+    """The word for a flat buffer in messages."""
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
         """``names`` are of all parameters, ``opaque`` as of ``read_topology``.
