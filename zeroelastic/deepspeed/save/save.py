@@ -30,7 +30,6 @@ from zeroelastic.deepspeed.save.commit import PendingCommit, written_files
 from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
 from zeroelastic.deepspeed.save.retention import remove_old_tags
-from zeroelastic.deepspeed.save.shard_writer import HostMemory, ShardWriter, Snapshot
 from zeroelastic.deepspeed.save.upload import uploads
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.observers import Saved, Tier, publish
@@ -57,13 +56,13 @@ class Save:
     options: Options
     save_id: str
     elastic: bool
-    memory: HostMemory | None
+    memory: shard_writer.HostMemory | None
     tier: Tier
     step: int
     began: float
     stalled: float | None = None
     removed: tuple[str, ...] = ()
-    shard: ShardWriter = field(init=False)
+    shard: shard_writer.ShardWriter = field(init=False)
     pending: PendingCommit = field(init=False)
 
     @property
@@ -81,7 +80,7 @@ class Save:
         request, destination, live, options = self.request, self.destination, self.live, self.options
         checkpoint_engine = engine.checkpoint_engine
 
-        def begin() -> ShardWriter:
+        def begin() -> shard_writer.ShardWriter:
             if destination.is_leader:
                 destination.begin()
             # merged weights are not those of the base that a load compares
@@ -90,8 +89,8 @@ class Save:
             if not shard_writer.writes_with_torch(checkpoint_engine):
                 return shard_writer.OtherEngineWriter(checkpoint_engine, live, streams, options)
             if self.memory is not None:
-                return Snapshot(checkpoint_engine, live, streams, options, self.memory)
-            return ShardWriter(checkpoint_engine, live, streams, options)
+                return shard_writer.Snapshot(checkpoint_engine, live, streams, options, self.memory)
+            return shard_writer.ShardWriter(checkpoint_engine, live, streams, options)
 
         with destination.discarded_on_failure():
             self.shard = shard = all_or_raise(begin)
@@ -140,7 +139,7 @@ class Save:
         """
         destination, barrier, shard = self.destination, self.barrier, self.shard
         with destination.discarded_on_failure(), barrier.attribute_failures():
-            if isinstance(shard, Snapshot):
+            if isinstance(shard, shard_writer.Snapshot):
                 barrier.all_or_raise(lambda: destination.write_snapshot(shard), "write")
             self.add_contents()
         nbytes = destination.commit(self.pending, barrier)
