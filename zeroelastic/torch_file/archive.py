@@ -37,24 +37,7 @@ from zeroelastic.torch_file.tree import (
     Stub,
     TensorRef,
 )
-from zeroelastic.torch_file.zip_directory import (
-    END,
-    END64,
-    END64_LOCATOR,
-    END64_MARK,
-    END_MARK,
-    ENTRY,
-    ENTRY_MARK,
-    FIELD,
-    LOCAL,
-    LOCAL_MARK,
-    LOCATOR_MARK,
-    MANY,
-    PADDING,
-    UTF8_NAMES,
-    WIDE,
-    ZIP64,
-)
+from zeroelastic.torch_file.zip_directory import LOCAL, WIDE, NewEntry, directory_bytes, local_header
 
 _BATCH = 1000
 _MAX_NESTED = 250
@@ -261,7 +244,6 @@ class _TreeWriter:
 
 
 _ALIGNMENT = 64
-_VERSION64 = 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +256,6 @@ class _NewRecord:
     nbytes: int
     data: bytes | None
     storage: Storage | None
-
-    @property
-    def is_wide(self) -> bool:
-        return self.nbytes >= WIDE
 
 
 class Archive:
@@ -330,8 +308,8 @@ class Archive:
         with name_in_errors(self.path), open(self.path, "r+b", buffering=0) as file:
             fd = file.fileno()
             for record in self._records:
-                head = self._local_header(record, checksums[record.name])
-                write_fully(fd, head + (record.data or b""), record.header)
+                entry = NewEntry(record.name, record.nbytes, checksums[record.name], record.header)
+                write_fully(fd, local_header(entry, record.payload) + (record.data or b""), record.header)
             write_fully(fd, self._directory_bytes(checksums), self._directory)
             if sync:
                 os.fsync(fd)
@@ -344,29 +322,6 @@ class Archive:
         self._records.append(_NewRecord(full, self._end, payload, nbytes, data, storage))
         self._end = payload + nbytes
 
-    def _local_header(self, record: _NewRecord, checksum: int) -> bytes:
-        wide = FIELD.pack(ZIP64, 16) + struct.pack("<QQ", record.nbytes, record.nbytes) if record.is_wide else b""
-        room = record.payload - record.header - LOCAL.size - len(record.name) - len(wide) - FIELD.size
-        extra = wide + FIELD.pack(PADDING, room) + b"Z" * room
-        sizes = (min(record.nbytes, WIDE),) * 2
-        version, lengths = _VERSION64 if record.is_wide else 0, (len(record.name), len(extra))
-        return LOCAL.pack(LOCAL_MARK, version, UTF8_NAMES, 0, 0, 0, checksum, *sizes, *lengths) + record.name + extra
-
     def _directory_bytes(self, checksums: Mapping[bytes, int]) -> bytes:
-        out = bytearray()
-        for record in self._records:
-            wide: list[int] = [record.nbytes, record.nbytes] if record.is_wide else []
-            wide += [record.header] if record.header >= WIDE else []
-            extra = FIELD.pack(ZIP64, 8 * len(wide)) + struct.pack(f"<{len(wide)}Q", *wide) if wide else b""
-            sizes = (min(record.nbytes, WIDE),) * 2
-            version, lengths = _VERSION64 if wide else 0, (len(record.name), len(extra))
-            head = (ENTRY_MARK, version, version, UTF8_NAMES, 0, 0, 0, checksums.get(record.name, 0))
-            out += ENTRY.pack(*head, *sizes, *lengths, 0, 0, 0, 0, min(record.header, WIDE)) + record.name + extra
-        size, count = len(out), len(self._records)
-        if count >= MANY or self._end + size >= WIDE:
-            end64 = self._end + size
-            out += END64.pack(END64_MARK, 44, _VERSION64, _VERSION64, 0, 0, count, count, size, self._end)
-            out += END64_LOCATOR.pack(LOCATOR_MARK, 0, end64, 1)
-        few, at = min(count, MANY), min(self._end, WIDE)
-        out += END.pack(END_MARK, 0, 0, few, few, min(size, WIDE), at, 0)
-        return bytes(out)
+        entries = [NewEntry(r.name, r.nbytes, checksums.get(r.name, 0), r.header) for r in self._records]
+        return directory_bytes(entries, self._end)

@@ -1,4 +1,4 @@
-"""The zip format of torch.save: its structures, and the directory at the end of an archive, with its records by name.
+"""The zip format of torch.save: structures, the directory at the end of an archive by name, and how both are written.
 
 The records of storages, which are numbered, are kept in columns; the others one by one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ _ENTRY = np.dtype([
 _LENGTHS = struct.Struct("<HHH")  # of the name, the extra area and the comment
 _LENGTHS_AT = 28
 _SAME = 16  # entries of one length in turn, behind which more are likely
+_VERSION64 = 45
 _END64_VERSIONS = ((0x031E, 45), (45, 45))
 _MAX_DIRECTORY = 1 << 31
 _MAX_OFFSET = 1 << 61  # what int64 holds with as much again
@@ -408,3 +409,43 @@ def _numbers_at(data: bytes, at: Int64Array, prefix: bytes, digits: Int64Array) 
             values = values * 10 + digit
         numbers[rows[good]] = values[good]
     return numbers
+
+
+class NewEntry(NamedTuple):
+    """A record that is written: name, bytes of payload, checksum, and where its header begins."""
+
+    name: bytes
+    nbytes: int
+    crc32: int
+    header: int
+
+
+def local_header(entry: NewEntry, payload: int) -> bytes:
+    """The header of a record whose payload begins at ``payload``, padded up to there."""
+    is_wide = entry.nbytes >= WIDE
+    wide = FIELD.pack(ZIP64, 16) + struct.pack("<QQ", entry.nbytes, entry.nbytes) if is_wide else b""
+    room = payload - entry.header - LOCAL.size - len(entry.name) - len(wide) - FIELD.size
+    extra = wide + FIELD.pack(PADDING, room) + b"Z" * room
+    sizes, lengths = (min(entry.nbytes, WIDE),) * 2, (len(entry.name), len(extra))
+    head = (LOCAL_MARK, _VERSION64 if is_wide else 0, UTF8_NAMES, 0, 0, 0, entry.crc32)
+    return LOCAL.pack(*head, *sizes, *lengths) + entry.name + extra
+
+
+def directory_bytes(entries: Sequence[NewEntry], offset: int) -> bytes:
+    """The directory of these records, which begins at ``offset``, and the end of the file."""
+    out = bytearray()
+    for entry in entries:
+        wide: list[int] = [entry.nbytes, entry.nbytes] if entry.nbytes >= WIDE else []
+        wide += [entry.header] if entry.header >= WIDE else []
+        extra = FIELD.pack(ZIP64, 8 * len(wide)) + struct.pack(f"<{len(wide)}Q", *wide) if wide else b""
+        sizes, lengths = (min(entry.nbytes, WIDE),) * 2, (len(entry.name), len(extra))
+        version = _VERSION64 if wide else 0
+        head = (ENTRY_MARK, version, version, UTF8_NAMES, 0, 0, 0, entry.crc32)
+        out += ENTRY.pack(*head, *sizes, *lengths, 0, 0, 0, 0, min(entry.header, WIDE)) + entry.name + extra
+    size, count = len(out), len(entries)
+    if count >= MANY or offset + size >= WIDE:
+        out += END64.pack(END64_MARK, 44, _VERSION64, _VERSION64, 0, 0, count, count, size, offset)
+        out += END64_LOCATOR.pack(LOCATOR_MARK, 0, offset + size, 1)
+    few = min(count, MANY)
+    out += END.pack(END_MARK, 0, 0, few, few, min(size, WIDE), min(offset, WIDE), 0)
+    return bytes(out)
