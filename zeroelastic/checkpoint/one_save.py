@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import SavedAgainError, UnreadableError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import has_changed, watched
+from zeroelastic.io.storage import place
 
 
 def watch(tag_dir: FilePath) -> FilePath:
     """A path of this directory that remembers the state of the files; a missing directory's path is unchanged."""
-    return watched(tag_dir, RECORD_NAME)
+    return place(tag_dir).watched(RECORD_NAME)
 
 
 def was_saved_again(tag_dir: FilePath) -> bool:
@@ -27,14 +27,14 @@ def was_saved_again(tag_dir: FilePath) -> bool:
     One that is not watched was not there when it was first looked at.
     """
     try:
-        return has_changed(tag_dir, RECORD_NAME) or watch(tag_dir) is not tag_dir
+        return place(tag_dir).has_changed(RECORD_NAME) or watch(tag_dir) is not tag_dir
     except UnreadableError:  # the caller has an error already
         return False
 
 
 def check_one_save(tag_dir: FilePath) -> None:
     """Raise SavedAgainError where a watched directory is gone or has files of another save; UnreadableError."""
-    if has_changed(tag_dir, RECORD_NAME):
+    if place(tag_dir).has_changed(RECORD_NAME):
         raise saved_again(tag_dir)
 
 

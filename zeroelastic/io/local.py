@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, missing_directory
-from zeroelastic.io.paths import WatchedPath
+from zeroelastic.io.paths import WatchedPath, watched_path
 from zeroelastic.io.retries import reason
 
 FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
@@ -99,6 +99,7 @@ class DiskPath:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._first_seen = path.first_seen if isinstance(path, WatchedPath) else None
 
     def entries(self) -> list[tuple[str, int | None]]:
         found: list[tuple[str, int | None]] = []
@@ -124,7 +125,7 @@ class DiskPath:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def exists(self) -> bool:
-        if isinstance(self._path, WatchedPath) and self._path.first_seen is not None:
+        if self._first_seen is not None:
             return True
         with suppress(MissingFileError), _listed(self._path):
             return True
@@ -152,7 +153,22 @@ class DiskPath:
             raise CheckpointError(f"{self._path}: ends at byte {offset + len(data)}. The file is truncated.")
         return data
 
-    def states(self, telling: str) -> dict[str, object] | None:
+    def watched(self, telling: str) -> Path:
+        """This directory, which remembers the states of its files; a missing directory's path is unchanged.
+
+        Where there is a file ``telling``, which every save writes anew, its state stands for all of them.
+        """
+        seen = None if self._first_seen is not None else self._states(telling)
+        return self._path if seen is None else watched_path(self._path, seen)
+
+    def has_changed(self, telling: str) -> bool:
+        """Whether a watched directory is gone, or a file of it is gone or another one."""
+        if self._first_seen is None:
+            return False
+        now = self._states(telling)
+        return now is None or any(now.get(name) != state for name, state in self._first_seen.items())
+
+    def _states(self, telling: str) -> dict[str, object] | None:
         """The states of a local directory's files, or of one that tells; None where there is no directory.
 
         That file is opened: a network file system may answer ``stat`` with what it was told earlier.

@@ -16,7 +16,7 @@ from zeroelastic.io.remote import URL, RemotePath, not_read
 
 
 class WatchedPath(PosixPath):
-    """A directory of this machine; ``first_seen`` are the first states of its files (``storage.watched``)."""
+    """A directory of this machine; ``first_seen`` are the first states of its files (``watched``)."""
 
     first_seen: dict[str, object] | None = None
 

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroelastic.errors import (
@@ -40,7 +40,7 @@ class RemotePath:
     """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
 
     ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` are the states of
-    the files in the first listing of a directory that is watched (``storage.watched``).
+    the files in the first listing of a directory that is watched (``watched``).
     """
 
     protocol: str
@@ -142,12 +142,19 @@ class RemotePath:
             raise UnreadableError(f"{self}: cannot be listed: {reason(error)}.") from None
         return listed
 
-    def states(self) -> dict[str, object] | None:
-        """All that the file system says now of each file of a directory, None where there is none."""
+    def watched(self, telling: str) -> RemotePath:
+        """This directory, which remembers the states of its files when it is first listed."""
+        return self if self.first_seen is not None else replace(self, first_seen={})
+
+    def has_changed(self, telling: str) -> bool:
+        """Whether a watched directory is gone, or a file of it is another one. One request, where it was listed."""
+        if not self.first_seen:
+            return False
         try:
-            return _states(self._listing())
+            now = _states(self._listing())
         except MissingFileError:
-            return None
+            return True
+        return any(now.get(name) != state for name, state in self.first_seen.items())
 
     def size(self) -> int | None:
         """Size of a file in bytes, None where there is none. Raises UnreadableError; CheckpointError: not known."""

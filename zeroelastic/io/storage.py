@@ -11,7 +11,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from zeroelastic.errors import (
@@ -23,8 +22,6 @@ from zeroelastic.errors import (
 from zeroelastic.io.local import DiskPath, open_regular, read_fully
 from zeroelastic.io.paths import (
     FilePath,
-    WatchedPath,
-    watched_path,
 )
 from zeroelastic.io.remote import RemotePath, read_ranges
 from zeroelastic.io.retries import reason
@@ -125,34 +122,6 @@ def file_sizes(directory: FilePath) -> dict[str, int]:
 def folders(directory: FilePath) -> tuple[str, ...]:
     """The names of the directories in a directory, sorted. Lists and raises as ``list_directory``."""
     return list_directory(directory)[1]
-
-
-def watched(directory: FilePath, telling: str) -> FilePath:
-    """A path of this directory that remembers the states of its files; a missing directory's path is unchanged.
-
-    Where there is a file ``telling``, which every save writes anew, its state stands for all of them. What is behind a
-    URL is remembered when it is first listed.
-    """
-    if isinstance(directory, RemotePath):
-        return directory if directory.first_seen is not None else replace(directory, first_seen={})
-    if isinstance(directory, WatchedPath) and directory.first_seen is not None:
-        return directory
-    seen = DiskPath(directory).states(telling)
-    return directory if seen is None else watched_path(directory, seen)
-
-
-def has_changed(directory: FilePath, telling: str) -> bool:
-    """Whether a directory that is ``watched`` is gone, or a file of it is gone or another one. Raises UnreadableError.
-
-    One request behind a URL, if the directory was listed.
-    """
-    if not isinstance(directory, (RemotePath, WatchedPath)) or directory.first_seen is None:
-        return False
-    if isinstance(directory, RemotePath):
-        now = directory.states() if directory.first_seen else {}
-    else:
-        now = DiskPath(directory).states(telling)
-    return now is None or any(now.get(name) != state for name, state in directory.first_seen.items())
 
 
 def directory_exists(directory: FilePath) -> bool:
