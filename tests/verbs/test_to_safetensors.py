@@ -276,14 +276,16 @@ def test_what_the_format_cannot_hold_is_refused_or_reported(tmp_path: Path) -> N
         tag_dir / model_name(0),
         lambda d: d.update(
             buffer_names=["angles", "turned", "small", "cycles"],
+            shared_params={"again": "angles"},
             module={
-                "angles": torch.zeros(2, dtype=torch.complex128),
+                "angles": (angles := torch.zeros(2, dtype=torch.complex128)),
+                "again": angles,
                 "turned": torch.ones(2, dtype=torch.complex64).conj(),
                 "small": torch.zeros(4).to(torch.float8_e4m3fn),
             },
         ),
     )
-    plan = plan_export(open_state(open_checkpoint(tag_dir)))
+    plan = plan_export(open_state(open_checkpoint(tag_dir)), tied="all")
     first = ["buffer turned", "frozen parameters", "buffer angles"]
     assert [sentence.partition(":")[0] for sentence in plan.left_out] == first
     assert "torch.Tensor.conj view" in plan.left_out[0], "its storage holds other values"

@@ -7,7 +7,7 @@ in DeepSpeed's ``zero_to_fp32`` (``buffer_names``, ``shared_params``; DeepSpeed 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -104,6 +104,12 @@ class ModelTensors:
         """The tensors by name, and after them those by their further names."""
         found = {tensor.name: tensor for tensor in self.tensors}
         return found | {alias: found[name] for alias, name in self.tied.items()}
+
+    def only(self, tensors: Iterable[ModelTensor]) -> ModelTensors:
+        """Some of the tensors, with their further names."""
+        kept = tuple(tensors)
+        names = {tensor.name for tensor in kept}
+        return replace(self, tensors=kept, tied={alias: name for alias, name in self.tied.items() if name in names})
 
 
 def model_tensors(state: SavedState) -> ModelTensors:

@@ -171,7 +171,7 @@ def plan_export(
         _refuse_excluded(state)
     unwritable = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*model.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
-    model = replace(model, tensors=tuple(tensor for tensor in model.tensors if tensor not in unwritable))
+    model = model.only(tensor for tensor in model.tensors if tensor not in unwritable)
     of_peft = _adapters(model) if adapters else {}
     notes = (_NO_ADAPTER,) if adapters and not of_peft else ()
     if blocks := model.autoep_blocks:
@@ -209,9 +209,7 @@ def _trained_alone(model: ModelTensors) -> ModelTensors:
     trained = {tensor.name for tensor in model.tensors if tensor.kind == "trained"}
     others = [tensor.name for tensor in model.tensors if tensor.name not in trained]
     names = trained.union(*adapters_of(trained, others).values())
-    chosen = tuple(tensor for tensor in model.tensors if tensor.name in names)
-    tied = {alias: name for alias, name in model.tied.items() if name in names}
-    return replace(model, tensors=chosen, tied=tied, left_out=())
+    return replace(model.only(tensor for tensor in model.tensors if tensor.name in names), left_out=())
 
 
 def _optimizer_tensors(state: SavedState, masters: bool) -> list[tuple[ModelTensor, str]]:
