@@ -62,7 +62,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{new}/dst", "--to", "3"], "No such option: --to (Possible options: --world-size)"),
         (["{ckpt}", "{new}/dst", "-n", "0"], "a world size of 0"),
         (["{ckpt}", "{new}/dst", "-n", "-3"], "a world size of -3"),
-        (["{ckpt}", "{empty}", "-n", "2", "--dry-run"], "nothing is overwritten"),
+        (["{ckpt}", "{empty}", "-n", "2", "--dry-run"], "refusing to overwrite"),
         (["{ckpt}", "{ckpt}", "-n", "2"], "{ckpt}"),
         (["{ckpt}", "s3://bucket/x", "-n", "2"], "s3://bucket/x"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--tp", "3"], "--tp"),

@@ -265,7 +265,7 @@ BOTH = {
     ),
     "flat on NVMe": (
         lambda s: s["fp32_flat_groups"].__setitem__(0, torch.zeros(0)),
-        r"has no elements in fp32_flat_groups\[0\]: .*NVMe.*elastic_checkpoint on",
+        r"has no elements in fp32_flat_groups\[0\]: .*NVMe.*\"format\": \"elastic\"",
         CheckpointError,
     ),
     "flat strided": (

@@ -111,7 +111,7 @@ def test_a_file_that_exists_is_replaced_only_by_force(verb: str, samples: Path, 
     out = tmp_path / "report.html"
     out.write_text("older")
     refused = run_command(*arguments(verb, samples), "--html", out, "--json")
-    assert refused.returncode == 2 and "nothing is overwritten without --force" in refused.stderr
+    assert refused.returncode == 2 and "refusing to overwrite it without --force" in refused.stderr
     assert out.read_text() == "older" and set(json.loads(refused.stdout)) == {"schema_version", "ok", "error"}
     done = run_command(*arguments(verb, samples), "--html", out, "--force")
     assert done.returncode in (0, 1) and f"Report: {out}\n" in done.stdout

@@ -371,11 +371,11 @@ def test_what_a_kill_after_the_renaming_left_is_removed_by_the_next_command(
     unfinished.mkdir()
     with open(left / "lock") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="is there already"):
+        with pytest.raises(UsageError, match="already exists"):
             run(tmp_path / "a", tmp_path / "b", 3)
         assert left.is_dir()
     if then == "b":
-        with pytest.raises(UsageError, match="is there already"):
+        with pytest.raises(UsageError, match="already exists"):
             run(tmp_path / "a", tmp_path / "b", 3)
     else:
         run(tmp_path / "a", tmp_path / "c", 3)

@@ -311,17 +311,17 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
         assert not (tmp_path / "a").exists() and directory.parent.name.startswith(".a.")
         assert life_of_owner(directory.parent) == "lives"
     assert os.listdir(tmp_path) == ["a"]
-    for target, said in (("a", "is there already"), ("b/c", "no such directory")):
+    for target, said in (("a", "already exists"), ("b/c", "no such directory")):
         with pytest.raises(UsageError, match=said), new_directory(tmp_path / target):
             pass
     os.symlink("nowhere", tmp_path / "link")
-    with pytest.raises(UsageError, match="is there already"), new_directory(tmp_path / "link"):
+    with pytest.raises(UsageError, match="already exists"), new_directory(tmp_path / "link"):
         pass
     for error in (ValueError, KeyboardInterrupt, SystemExit):
         with pytest.raises(error), new_directory(tmp_path / "b") as (directory, _):
             (directory / "x").write_text("x")
             raise error
-    with pytest.raises(UsageError, match="is there already"), new_directory(tmp_path / "b"):
+    with pytest.raises(UsageError, match="already exists"), new_directory(tmp_path / "b"):
         (tmp_path / "b").mkdir()  # somebody else was faster
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "link"] and os.listdir(tmp_path / "b") == []
 

@@ -168,4 +168,4 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     )
     assert "wrote rigid for 2 ranks: 55 tensors" in text.stdout and record.content_root[:12] in text.stdout
     done = verb(*arguments, cwd=sample)
-    assert done.returncode == 2 and "is there already" in done.stderr
+    assert done.returncode == 2 and "already exists" in done.stderr

@@ -374,7 +374,7 @@ class _Reader:
                     f"{self.path}: has no elements in fp32_flat_groups[{i}]: DeepSpeed saved it from a run with "
                     "offload_optimizer on NVMe, and left master weights and optimizer state to raw copies of swap "
                     "files (offloaded_tensors/rankNN), which do not say what is in them. Save such runs with "
-                    "elastic_checkpoint on: all of it is then in the files, for any world size.",
+                    '"format": "elastic": all of it is then in the files, for any world size.',
                     remedy="",
                 )
             if flat.shape != (want,):

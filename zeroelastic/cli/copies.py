@@ -103,12 +103,11 @@ def reshard(
 ) -> None:
     """Make a native DeepSpeed checkpoint for M ranks out of one of any number of ranks, bit for bit.
 
-    DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. A run
-    that was killed goes on where it was when the same command is given again. What is read is compared with the
-    commit record, where there is one.
+    DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. After a
+    kill, the same command continues. If the source has a commit record, the data is compared with it.
 
-    M counts all ranks, of which every T are tensor parallel and every E expert parallel. From one T to another, weights
-    that were cut evenly are cut so again; any other cut, and that of a source with T 1, is taken from --like.
+    M counts all ranks, T of which are tensor parallel and E expert parallel. Weights that were cut evenly are cut
+    evenly again; other cuts, and those of a source with T 1, come from --like.
 
     \b
     Examples:

@@ -63,7 +63,7 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is installed here, what works, what does not, and what to do about it.
+    """Show the versions and engines on this machine, and how to fix what doesn't work.
 
     Looks at versions, the native and CUDA engines, DeepSpeed's methods, its compiled ops and locks of killed builds.
     Exit code 0: usable; 1: something here does not work; 2: wrong usage.

@@ -230,17 +230,17 @@ def inspect(
         typer.Option(metavar="NAME", help="Show a parameter or buffer: where it lies, statistics, the first values."),
     ] = None,
     all_ranks: Annotated[
-        bool, typer.Option("--all-ranks", help="Open every rank's headers, and say where they disagree.")
+        bool, typer.Option("--all-ranks", help="Open every rank's headers, and show where they disagree.")
     ] = False,
     html: HtmlOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a checkpoint is: who saved it, what it holds, and what is missing or wrong.
+    """Show who saved a checkpoint, its contents, and anything that is missing or wrong.
 
-    Reads the commit record and the headers of one rank; no weights, but of the tensor that --tensor names. A damaged
-    checkpoint is shown as far as it can be.
-    Exit code 0: it is whole as far as was looked; 1: not one that zeroelastic works on; 2: wrong usage; 3: invalid.
+    Reads the commit record and the headers of one rank, and weights only for --tensor. Shows a damaged checkpoint as
+    far as possible.
+    Exit code 0: nothing wrong was found; 1: zeroelastic does not work on this kind; 2: wrong usage; 3: invalid.
 
     \b
     Examples:
@@ -306,9 +306,9 @@ def plan(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say who reads how much from where in a load or a reshard on M ranks; no payload is looked at.
+    """Show how much each of M ranks reads in a load or a reshard, and from which saved ranks.
 
-    Only headers are read, and nothing is written but the page of --html, which has the picture.
+    Reads headers only. --html draws the picture.
     Exit code 0: planned; 2: wrong usage; 3: not a checkpoint that can be loaded.
 
     \b

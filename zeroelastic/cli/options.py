@@ -34,7 +34,7 @@ RunArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
 ]
 
-DstArgument = Annotated[Path, typer.Argument(metavar="DST", help="The directory to make; it must not be there yet.")]
+DstArgument = Annotated[Path, typer.Argument(metavar="DST", help="The directory to make; it must not exist.")]
 
 TagOption = Annotated[
     str | None,
@@ -42,18 +42,16 @@ TagOption = Annotated[
         "--tag",
         metavar="TAG",
         autocompletion=complete_tag,
-        help="Which tag, where SRC is the directory above; default: what latest names, or the only one.",
+        help="The tag, if SRC is the directory above; default: the one that latest names, or the only one.",
     ),
 ]
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(
-        "--html", metavar="FILE", help="Also write a report for a browser: one .html file, nothing beside it."
-    ),
+    typer.Option("--html", metavar="FILE", help="Also write a self-contained .html report."),
 ]
 
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file of --html, if there is one.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file of --html.")]
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
 

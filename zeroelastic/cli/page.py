@@ -21,7 +21,7 @@ from zeroelastic.errors import UsageError
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
+_EXISTS = "{}: already exists; refusing to overwrite it without --force. Give another name."
 _MOST_ROWS = 1000
 
 

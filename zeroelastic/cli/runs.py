@@ -112,7 +112,7 @@ def latest(
 ) -> None:
     """Print the newest checkpoint that verifies; newer ones are passed over, and stderr says why.
 
-    Newest is the tag that the file latest names, or the one that was committed last where that does not verify.
+    Newest is the tag that the file latest names, or the one committed last if that does not verify.
     Verifying reads every byte, unless --quick; --set looks at sizes, records and headers. Exit code 0: there is one; 2:
     wrong usage; 3: none verifies.
 
@@ -130,7 +130,8 @@ def prune(
     directory: RunArgument,
     keep: Annotated[int, typer.Option(metavar="K", help="How many of the newest that verify are kept.")],
     invalid: Annotated[
-        bool, typer.Option("--invalid", help="Also remove what does not verify, where it is older than what does.")
+        bool,
+        typer.Option("--invalid", help="Also remove tags that do not verify, if one that does is newer."),
     ] = False,
     min_age: Annotated[
         str,
@@ -141,9 +142,9 @@ def prune(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old checkpoints; keep the newest that verify, what latest names, and what may be being written.
+    """Remove old checkpoints; keep the newest that verify, the tag that latest names, and unfinished saves.
 
-    Checks sizes and commit records, or headers where there is no record. Asks before it removes anything.
+    Checks sizes and commit records, or headers if there is no record. Asks before it removes anything.
     Exit code 0: done; 1: something could not be removed, or judged; 2: wrong usage; 3: no checkpoint verifies, none is
     removed.
 

@@ -158,10 +158,10 @@ def verify(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a checkpoint is what its save left: complete, undamaged, of one save.
+    """Check that a checkpoint is complete, undamaged and of one save.
 
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record. What is damaged is named by file, parameter, state key and byte.
+    commit record. Damage is named by file, parameter, state key and byte.
     With --all, every checkpoint of the run is checked.
     Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
 

@@ -43,7 +43,7 @@ _LONGEST = 255 - 1 - len(PARTIAL)
 def check_free(dst: Path, *sources: FilePath) -> None:
     """Raise UsageError when ``dst`` cannot be made: it is there, lies inside a source, or its parent is not there."""
     if os.path.lexists(dst):
-        raise UsageError(f"{dst}: is there already; nothing is overwritten. Remove it or give another name.")
+        raise UsageError(f"{dst}: already exists; refusing to overwrite it. Remove it or give another name.")
     if not dst.parent.is_dir():
         raise UsageError(f"{dst.parent}: no such directory. Make it first.")
     for source in filter(None, map(local_path, sources)):

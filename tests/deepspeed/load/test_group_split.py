@@ -437,4 +437,4 @@ def test_a_run_that_is_left_to_deepspeed_is_named_once(rank_pool: RankPool, elas
     first, second = rank_pool.run(log_of_building_with_muon, 2, Run(2, 2).job(Job(elastic=elastic)), timeout=LIMIT_S)
     assert [line for line in first if "left to DeepSpeed" in line and "Muon" in line] == first
     assert len(first) == 1 and second == []
-    assert ('saves are rigid in spite of "elastic_checkpoint"' in first[0]) == elastic
+    assert ('saves are rigid in spite of "format": "elastic"' in first[0]) == elastic

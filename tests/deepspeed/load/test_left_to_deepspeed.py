@@ -357,7 +357,7 @@ def test_values_by_rank_under_the_elastic_flag_are_named_once(rank_pool: RankPoo
     said, silent = rank_pool.run(warnings_of_two_saves, 2, Run("values by rank", 1, elastic=True), str(tmp_path))
     assert silent == [] and len(said) == 1, said
     assert "saved by DeepSpeed alone; no commit record is written: 'd' of optimizer group 0 is " in said[0]
-    assert said[0].endswith('The files are rigid in spite of "elastic_checkpoint".')
+    assert said[0].endswith('The files are rigid in spite of "format": "elastic".')
 
 
 def warnings_of_two_saves(run: Run, directory: str) -> list[str]:

@@ -94,14 +94,14 @@ def _say_active() -> None:
 
 def _say_left_to_deepspeed(what: str, *, elastic: bool, uploads: bool) -> None:
     """Log why DeepSpeed saves and loads this run itself, and which wishes about its saves have no effect."""
-    without = '; saves are rigid in spite of "elastic_checkpoint"' if elastic else ""
+    without = '; saves are rigid in spite of "format": "elastic"' if elastic else ""
     logger.info("%s", f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}{without}")
     if uploads:
         logger.warning('"upload" has no effect: the saves of this run are left to DeepSpeed')
 
 
 def state_dict(original: Method, self: Any) -> Any:
-    """The elastic state dict under ``"elastic_checkpoint": true``, the stock one otherwise."""
+    """The elastic state dict under ``"format": "elastic"``, the stock one otherwise."""
     engine = engine_of(self)
     if engine is None or not saves_elastic(engine):
         return original(self)
@@ -115,7 +115,7 @@ def load_state_dict(original: Method, self: Any, state_dict_list: Any, *args: An
     if any("zeroelastic" in state and "optimizer_state_dict" not in state for state in states):
         raise UnsupportedError(
             "optimizer.load_state_dict() was given elastic state dicts, which are for the files of a checkpoint. Use "
-            "engine.save_checkpoint() and engine.load_checkpoint(), or state dicts with elastic_checkpoint off."
+            'engine.save_checkpoint() and engine.load_checkpoint(), or state dicts with "format": "rigid".'
         )
     saved, current = states[0].get("partition_count") if states else None, self.partition_count
     # DeepSpeed joins those that it makes at stages 1 and 2 with elastic_checkpoint, whose state is a list

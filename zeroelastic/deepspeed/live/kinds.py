@@ -98,8 +98,8 @@ def covered_live(
         raise UnsupportedError(f"engines without an optimizer are not loaded with {', '.join(problems)} yet.")
     if problems:
         raise UnsupportedError(
-            f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "
-            "at the world size that saved."
+            f"elastic checkpoints do not cover {', '.join(problems)} yet. "
+            'Save with "format": "rigid", and resume at the world size that saved.'
         )
     names = param_names(engine)
     if renamed:

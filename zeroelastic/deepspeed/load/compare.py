@@ -57,7 +57,7 @@ def refuse_lost_state(head: OptimizerHeader) -> None:
         raise UnsupportedError(
             f"{head.path}: was saved by DeepSpeed alone from a run with partial optimizer offload (ratio {ratio}), and "
             f"lacks the optimizer state of the {without} of {len(head.tensor_keys)} sub-groups that the GPU stepped. "
-            "Save such runs with elastic_checkpoint on. load_checkpoint(load_optimizer_states=False) takes the weights."
+            'Save such runs with "format": "elastic". load_checkpoint(load_optimizer_states=False) takes the weights.'
         )
 
 

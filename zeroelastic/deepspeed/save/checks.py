@@ -61,7 +61,7 @@ def refuse_unwritable(engine: Engine) -> None:
         )
     if problem is not None:
         raise UnsupportedError(
-            f"elastic checkpoints do not cover this: {problem}, or save with elastic_checkpoint off and resume at the "
+            f'elastic checkpoints do not cover this: {problem}, or save with "format": "rigid" and resume at the '
             "world size that saved."
         )
 
@@ -124,7 +124,7 @@ def prepare(engine: Engine, request: SaveRequest, *, elastic: bool) -> tuple[Liv
         live = _with_copies(engine, live, request.tag_dir)
     lost = None if elastic else live.lost_in_stock_files()
     if lost is not None:
-        raise UnsupportedError(f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it.")
+        raise UnsupportedError(f'DeepSpeed\'s own files lack {lost}. Save with "format": "elastic" to have all of it.')
     places = sorted({named for _, named in outcomes})
     if len(places) > 1:
         raise UsageError(

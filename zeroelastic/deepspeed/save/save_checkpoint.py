@@ -90,7 +90,7 @@ def _is_left_to_its_engine(engine: Engine) -> bool:
         raise UnsupportedError(
             f"{name} is a decoupled checkpoint engine, which writes after save_checkpoint has returned: elastic "
             'checkpoints do not go with it. Use "async_save": true in the "zeroelastic" block in its place, or save '
-            "with elastic_checkpoint off."
+            'with "format": "rigid".'
         )
     if dist.get_rank() == 0:
         _say_decoupled(name)
@@ -163,7 +163,7 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
     warns = saves_elastic(engine) and not state.warned_of_rigid_saves
     state.warned_of_rigid_saves = True
     if dist.get_rank() == 0 and warns:
-        logger.warning('%s The files are rigid in spite of "elastic_checkpoint".', line)
+        logger.warning('%s The files are rigid in spite of "format": "elastic".', line)
     elif dist.get_rank() == 0:
         logger.info("%s", line)
     with in_rigid_form(engine.optimizer):
