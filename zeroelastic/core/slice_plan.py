@@ -50,7 +50,7 @@ def slices_of_layout(layout: Layout) -> Slices:
 
 
 def common_rows(src: Layout, dst: Layout, rank: int) -> CommonRows:
-    """What ``rank`` of ``dst`` owns, in rows of what the parameters of ``src`` hold; padding is in none.
+    """The runs that ``rank`` of ``dst`` owns, from the parameters of ``src``; padding is in none.
 
     Of several copies of a strip one is taken: that of a saved rank of the same number, if there is one, else
     another one for each rank. Raises ValueError for a tensor that the source does not have, or of another size.

@@ -194,7 +194,6 @@ def exchange_rows(
     serve: Callable[[Int64Array, Arrived, Any], None],
     put: Callable[[Arrived, Any], None],
     *,
-    filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
 ) -> TransferCost:
     """Have peer ``owner[i]`` send row i of ``rows``, and send the rows that others ask of this rank. Collective.
@@ -218,7 +217,7 @@ def exchange_rows(
         put(Arrived.joined([cut._replace(row=index[cut.row]) for index, cut in cuts]), buffer)
 
     sizes = {peer: stream.nbytes for peer, stream in served.items()}
-    return all_to_all_stream(sizes, fill, take, filled_on=filled_on, taken_on=taken_on)
+    return all_to_all_stream(sizes, fill, take, taken_on=taken_on)
 
 
 class _Messages(NamedTuple):

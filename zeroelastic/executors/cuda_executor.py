@@ -58,7 +58,7 @@ def _library() -> ctypes.CDLL:
 
 
 def run(table: Table, options: MoveOptions, *, sides: Endpoints[DeviceBuffer], stream: int = 0) -> Moved:
-    """As ``tables.HostEngine``, for the memory of one device; it neither moves nor scans files.
+    """Run a table as a ``tables.HostEngine``, in the memory of one device; it neither moves nor scans files.
 
     It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after the work that is enqueued there, and returns when
     all is done. Files are read and written through at most 48 MiB of pinned host memory that the process keeps; their
