@@ -28,7 +28,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.runs import run_store
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.prune import plan_prune, remove_tag
-from zeroelastic.runs.tag_directory import is_being_removed, is_unfinished, note_owner, remove_note
+from zeroelastic.runs.tag_directory import is_removal, is_unfinished, note_owner, remove_note
 from zeroelastic.verbs.new_directory import staging_of
 
 HOUR = 3600
@@ -435,7 +435,7 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(run: Path, monkeypatch
     assert not found["ok"] and [tag["action"] for tag in found["tags"]] == ["kept"] * 3 + ["removed", "failed"]
     assert "Permission denied" in found["tags"][-1]["reason"] and found["removed"] == ["s2"]
     (left,) = tags(run) - {"s3", "s4", "s5", "logs"}
-    assert is_being_removed(run / left), "the next prune, or save, takes it"
+    assert is_removal(run / left), "the next prune, or save, takes it"
 
 
 def test_the_last_leftover_is_finished_without_any_tag(tmp_path: Path) -> None:

@@ -36,13 +36,7 @@ from zeroelastic.runs.names import (
     normal,
     not_a_directory,
 )
-from zeroelastic.runs.tag_directory import (
-    is_being_removed,
-    is_unfinished,
-    life_of_owner,
-    removal_dir_of,
-    replaces_nothing,
-)
+from zeroelastic.runs.tag_directory import is_removal, is_unfinished, life_of_owner, removal_dir_of, replaces_nothing
 from zeroelastic.runs.tags import Tag, committed_after, committed_tag, newest_first, step_of, tag_at
 
 logger = logging.getLogger(__name__)
@@ -219,7 +213,7 @@ def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "sav
     """
     if replaces_nothing(left):
         return "the tag that it belongs to is not there: a load or save of that tag puts it back"
-    if is_being_removed(left):
+    if is_removal(left):
         return None
     life = life_of_owner(left)
     if life == "lives":

@@ -55,7 +55,7 @@ def removal_dir_of(path: Path) -> Path:
     return _beside(path, secrets.token_hex(16), _REMOVED)
 
 
-def is_being_removed(path: Path) -> bool:
+def is_removal(path: Path) -> bool:
     """Whether a hidden directory is what a removal is deleting, or was when it was killed."""
     return is_unfinished(path.name) and path.suffix == f".{_REMOVED}"
 
