@@ -25,7 +25,7 @@ from nodes import NodeRun, Nodes, on_nodes
 from saved_files import flip
 from saves import Saved, check_resumed
 from sliced_model import use_sliced
-from training import Job, attempt, build_engine, look, of_all, raised, train_step
+from training import Job, attempt, build_engine, look, of_all, raised, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
@@ -212,6 +212,18 @@ def test_files_beside_another_record_are_not_seen(two_tags: tuple[NodeRun, Any],
     for outcome in saved.resume((2, 0, 1)):
         assert compare_states(newer, outcome.state) == []
         assert outcome.report.root_matches
+
+
+def test_of_two_saves_of_one_tag_the_one_committed_last_is_taken(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Three nodes each have a whole tag of one name and step, as runs leave them that begin again elsewhere."""
+    first = NodeRun(tmp_path, rank_pool, ELASTIC, (0,))
+    saves = [
+        first.outcome,
+        *(first.call((n,), train_and_save, ELASTIC.other(lr=n), first.nodes.path)[0] for n in (1, 2)),
+    ]
+    for placed, newest in (((0, 1), 1), ((2, 1), 2), ((2, 0), 2)):
+        for outcome in first.resume(placed):
+            assert compare_states(saves[newest].state, outcome.state) == [], placed
 
 
 def failed(job: Job, directory: str, names: tuple[str, ...]) -> list[tuple[str, str]]:

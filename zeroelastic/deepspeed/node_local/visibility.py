@@ -94,14 +94,14 @@ def gather_inventory(tag_dir: FilePath) -> Inventory:
     for first, node in nodes.items():
         node.ranks = tuple(members[first])
     here = nodes[node_of[rank]]
-    if all(node.files == here.files for node in nodes.values()):
+    if all((node.files, node.save) == (here.files, here.save) for node in nodes.values()):
         return replace(all_or_raise(lambda: list_files(tag_dir)), rank=rank)
     saves = {node.save for node in nodes.values() if node.save is not None}
     leaders = {save: _leader_of_save(save, nodes) for save in saves}
     sent = all_gather(record if rank in leaders.values() else None)
     record_bytes = here.files[RECORD_NAME] if record is not None else 0
     found = [
-        (led.global_steps, _of_record(led, save, nodes, nodes[leader], here, record_bytes))
+        (led.committed_at or 0.0, _of_record(led, save, nodes, nodes[leader], here, record_bytes))
         for save, leader in sorted(leaders.items())
         if (led := sent[leader]) is not None
     ]
@@ -112,12 +112,11 @@ def gather_inventory(tag_dir: FilePath) -> Inventory:
                 nodes[first].world_size = sizes[0]
         return _without_record(tag_dir, nodes, here)
 
-    def order(one: tuple[int, Inventory]) -> tuple[bool, int]:
-        step, seen = one
-        assert seen.record is not None
-        return dict(seen.record.files) == dict(seen.sizes), step
+    def order(one: tuple[float, Inventory]) -> tuple[bool, float]:
+        committed_at, seen = one
+        return dict(seen.recorded_sizes) == dict(seen.sizes), committed_at
 
-    return max(found, key=order)[1]  # the newest of the complete saves, or else of all
+    return max(found, key=order)[1]  # the one committed last of the complete saves, or else of all
 
 
 def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
