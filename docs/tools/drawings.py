@@ -249,7 +249,7 @@ WALKS = {
         *("extent_windows", "read_segments", "local_digests", "load_report"),
     ),
     "save": (
-        *("SaveBarrier", "read_live", "elastic_state_dict", "write_skeleton"),
+        *("SaveBarrier", "covered_live", "elastic_state_dict", "write_skeleton"),
         *("write_segments", "whole_contents", "commit", "publish_tag"),
     ),
     "reshard": (

@@ -57,7 +57,7 @@ class LastSave:
 
 @dataclass(eq=False)
 class EngineState:
-    """The state of one engine; the module named at a field is the only one that sets it.
+    """The state of one engine; the modules named at a field set it.
 
     Fields that hold for the time of one call are set with ``patching.patched``.
     """
@@ -70,7 +70,7 @@ class EngineState:
     loads_in_progress: int = 0
     """How many loads, each within the next, are in progress (``changing``)."""
     options_agreed: bool = False
-    """Whether the options were found to be the same on every rank (``save.save_checkpoint``)."""
+    """Whether the options were found to be the same on every rank (``engine.agree_on_options``)."""
     strict: bool = False
     """Whether a caller loads with ``strict``, whatever the options say (``install.wrappers``)."""
     module_paths: tuple[str, ...] | None = None
@@ -84,7 +84,7 @@ class EngineState:
     returned: Mapping[str, object] = field(default_factory=dict)
     """What the last load returned of DeepSpeed's own values that training changes (``install.wrappers``)."""
     memory: object = None
-    """Whatever makes checkpoints in memory (``memory.checkpoints``); True once their absence was logged."""
+    """Makes checkpoints in memory (``memory.checkpoints``); True once ``save_checkpoint`` has logged its absence."""
     fresh_common_state: Mapping[str, object] = field(default_factory=dict)
     """What the optimizer kept beside the state of its parameters when the engine was made (``install.wrappers``)."""
     warned_of_waiting: bool = False

@@ -26,7 +26,7 @@ Description = tuple[str, str, tuple[str, ...], str | None]
 _AGREED = "_zeroelastic_agreed"
 
 _NUMBER_BYTES, _HASH_BYTES = 8, 32
-"""How many ranks have their own error in that of all."""
+"""A hash of SHA-256, and the numbers of a collective that it is sent as."""
 
 _limit_s = math.inf
 

@@ -97,11 +97,11 @@ def _load_newest_or_named(call: LoadCall, request: LoadRequest) -> Loaded:
         if request.options.fallback and request.tag is None:
             outcome = load_newest(
                 request.directory,
-                lambda directory, tag: _load_one_save(call, replace(request, load_dir=directory, tag=tag)),
+                lambda directory, tag: _load_chosen_tag(call, replace(request, load_dir=directory, tag=tag)),
                 engine,
             )
         if outcome is None:
-            outcome = _load_one_save(call, request)
+            outcome = _load_chosen_tag(call, request)
         if call.log is not None and dist.get_rank() == 0:
             observers.publish(_loaded_event(engine, call.timed_report()))
             call.log(call.timed_report())
@@ -121,12 +121,13 @@ def _loaded_event(engine: Engine, report: ResumeReport) -> observers.Loaded:
     )
 
 
-def _load_one_save(call: LoadCall, request: LoadRequest) -> Loaded:
+def _load_chosen_tag(call: LoadCall, request: LoadRequest) -> Loaded:
     """Choose a tag and load it. Raises SavedAgainError, on all ranks, if it was saved again meanwhile. Collective."""
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:
         nothing_to_load(call.engine, request.directory, required=request.options.required)
-        return (None, None) if local_path(request.directory) is None else call.by_deepspeed(request)
+        is_url = local_path(request.directory) is None  # DeepSpeed, which reads none, warns in its own way of the rest
+        return (None, None) if is_url else call.by_deepspeed(request)
     tag_dir = open_tag(request.directory / tag)
     try:
         return _load_tag(
@@ -142,7 +143,7 @@ def _load_one_save(call: LoadCall, request: LoadRequest) -> Loaded:
 
 
 def _load_tag(call: LoadCall, request: LoadRequest, tag_dir: FilePath, notes: LoadNotes) -> Loaded:
-    """Try to load one tag, whose directory is watched. Collective."""
+    """Load one tag; ``tag_dir`` is from ``open_tag``, which remembers the state of its files. Collective."""
     engine = call.engine
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
     loader = choose_loader(engine, tag_dir, request)

@@ -54,7 +54,7 @@ def save_checkpoint(
             "deepspeed.initialize() an optimizer, or gather the weights with deepspeed.zero.GatheredParameters and "
             "save them."
         )
-    if kind_of(self.optimizer) is None or directory is None or _is_left_to_its_engine(self):
+    if kind_of(self.optimizer) is None or directory is None or _writes_after_return(self):
         if save_dir and dist.get_rank() == 0:
             _warn_of_own_save(self, save_dir)
         with in_rigid_form(self.optimizer):
@@ -77,7 +77,7 @@ def save_checkpoint(
         return _save(self, original, request, barrier, began)
 
 
-def _is_left_to_its_engine(engine: Engine) -> bool:
+def _writes_after_return(engine: Engine) -> bool:
     """Return whether a decoupled checkpoint engine writes the save after it has returned, which is DeepSpeed's alone.
 
     Raises UnsupportedError where the save is to be elastic.
@@ -107,13 +107,13 @@ def _say_decoupled(name: str) -> None:
 
 
 def _save(engine: Engine, original: Method, request: SaveRequest, barrier: SaveBarrier, began: float) -> Any:
-    """Save, when all ranks have come to it. Collective."""
+    """Check and write, then commit now or leave that to a thread; all ranks are here. Collective."""
     kind = kind_of(engine.optimizer)
     elastic = saves_elastic(engine) and kind is not None and kind.has_elastic_form
     try:
         live, client_state = prepare(engine, request, elastic=elastic)
     except (UnsupportedError, UsageError) as error:
-        asked = request.excludes_frozen  # which DeepSpeed's save would not heed
+        asked = request.excludes_frozen  # DeepSpeed's own save records no digests of frozen weights
         refuses = elastic or (saves_elastic(engine) and (asked or isinstance(error, UsageError)))
         if refuses or not stock_saves(request.tag):
             raise
