@@ -164,7 +164,7 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """One optimizer group as saved: its hyper-parameters and the names of its parameters, in order.
+    """One optimizer group as saved: its hyper-parameters and its parameters' names, in order.
 
     ``tensors`` are the forms of the hyper-parameters that are tensors of one element in the file.
     """

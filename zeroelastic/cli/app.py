@@ -67,7 +67,7 @@ def reports(
     code: Callable[[Any], int] = lambda report: 0 if report.ok else INVALID,
     show_all: Callable[..., View | None] | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
+    """The body of a command: call the function of that name in ``module``, show its report, exit with its ``code``.
 
     ``show`` prints the report for people, or returns its view, which is printed, and is the page of --html. The
     function and ``show`` get those arguments of the command that they have, too. With --all, the function NAME_all is

@@ -28,7 +28,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, brief
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 StateKeys = Mapping[str, ChunkedTensor]
-"""The tensors of a parameter by state key, all of its shape."""
+"""The tensors of a parameter by state key, all in its shape."""
 
 
 class _PlacedChunk(NamedTuple):

@@ -21,7 +21,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 Description = tuple[str, str, tuple[str, ...], str | None]
-"""An error as it is sent to other ranks: the name of its type, its message, the problems that it lists, its remedy."""
+"""An error as it is sent to other ranks: its type's name, its message, the problems that it lists, its remedy."""
 
 _AGREED = "_zeroelastic_agreed"
 

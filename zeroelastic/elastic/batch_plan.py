@@ -54,7 +54,7 @@ class BatchPlan:
         return self.num_samples(rank, micro_step) * self.accumulation * self.world_size / self.global_batch
 
     def apply(self, ds_config: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a DeepSpeed configuration with this plan's three batch settings in place of its own."""
+        """A copy of a DeepSpeed configuration with this plan's three batch settings in place of the configured ones."""
         config = copy.deepcopy(dict(ds_config))
         config["train_batch_size"] = self.micro_batch * self.accumulation * self.world_size
         config["train_micro_batch_size_per_gpu"] = self.micro_batch

@@ -156,7 +156,7 @@ def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
 
 
 def _set_default_group_timeout(limit: datetime.timedelta) -> None:
-    """Set the timeout of the default group, which ``deepspeed.init_distributed`` makes with a limit of its own."""
+    """Set the timeout of the default group, which ``deepspeed.init_distributed`` makes with its own limit."""
     vars(import_module("deepspeed.constants"))["default_pg_timeout"] = limit
     function = import_module("deepspeed.comm.comm").init_distributed
     names = [name for name, one in inspect.signature(function).parameters.items() if one.default is not one.empty]

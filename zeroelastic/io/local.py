@@ -154,7 +154,7 @@ class DiskPath:
         return data
 
     def watched(self, telling: str) -> Path:
-        """This directory, which remembers the states of its files; a missing directory's path is unchanged.
+        """This directory, which remembers its files' states; a missing directory's path is unchanged.
 
         Where there is a file ``telling``, which every save writes anew, its state stands for all of them.
         """

@@ -16,7 +16,7 @@ from zeroelastic.io.remote import URL, RemotePath, not_read
 
 
 class WatchedPath(PosixPath):
-    """A directory of this machine; ``first_seen`` are the first states of its files (``watched``)."""
+    """A directory of this machine; ``first_seen`` are its files' first states (``watched``)."""
 
     first_seen: dict[str, object] | None = None
 
@@ -26,7 +26,7 @@ class WatchedPath(PosixPath):
 
 
 def watched_path(path: str | Path, first_seen: dict[str, object] | None) -> WatchedPath:
-    """A directory with the states of its files at the first look."""
+    """A directory with its files' states at the first look."""
     made = WatchedPath(path)
     made.first_seen = first_seen
     return made

@@ -143,7 +143,7 @@ class RemotePath:
         return listed
 
     def watched(self, telling: str) -> RemotePath:
-        """This directory, which remembers the states of its files when it is first listed."""
+        """This directory, which remembers its files' states when it is first listed."""
         return self if self.first_seen is not None else replace(self, first_seen={})
 
     def has_changed(self, telling: str) -> bool:

@@ -104,7 +104,7 @@ def place(path: FilePath) -> DiskPath | RemotePath:
 
 
 def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The files of a directory with their sizes in bytes, and the names of its directories, sorted.
+    """The files of a directory with their sizes in bytes, and the directories' names, sorted.
 
     Links to files count as files. One listing, so one request where the directory is remote and not large. Raises
     MissingFileError where there is no such directory, UnreadableError where it cannot be listed.

@@ -38,7 +38,7 @@ HERE = "."
 """The tag of a checkpoint in the directory itself; ``latest`` may be empty then."""
 
 CHECKPOINT_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
-"""A folder of a framework around one tag, which a ``latest`` of its own names when it is complete."""
+"""A folder of a framework around one tag, which its own ``latest`` names when it is complete."""
 
 MAX_PARTS = 4
 """How many parts a tag may have to be found."""

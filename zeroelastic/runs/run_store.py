@@ -75,7 +75,7 @@ class RunStore:
     def tags(self) -> tuple[Tag, ...]:
         """Return every checkpoint in the directory, newest first; none where there is no directory.
 
-        Opens one file of each. Each is in a ``checkpoint-N`` folder of its own (``in_folders``), or none is::
+        Opens one file of each. Each is in its own ``checkpoint-N`` folder (``in_folders``), or none is::
 
             [tag.name for tag in RunStore(Path("ckpt")).tags()]    # ["global_step10", "global_step9"]
         """

@@ -44,7 +44,7 @@ def assert_resumes(
     timeout: float = 300.0,
     pool: RankPool | None = None,
 ) -> None:
-    """Assert that training saved on one number of ranks resumes on another with every bit of its state.
+    """Assert that training saved on one number of ranks resumes on another with every bit of state.
 
     On ``save_world_size`` ranks, the model of ``build()`` is trained for two steps, saved, and trained for two more. On
     ``load_world_size`` ranks, a second model, with all weights and buffers changed, loads the checkpoint and is trained

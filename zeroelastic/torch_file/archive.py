@@ -1,6 +1,6 @@
 """Writes a torch.save file from its tree, without torch and without its payload.
 
-A tree that ``header.read_tree`` read is written as the same pickle again, up to the numbering of its memo, so objects
+A tree that ``header.read_tree`` read is written as the same pickle again, up to memo numbers, so objects
 of classes that are not installed here (or not to be trusted) survive in a file that is rewritten around them.
 
 A file is laid out first: its records are named and placed, its space is reserved. Any engine then moves the payload to

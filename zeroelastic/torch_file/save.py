@@ -200,7 +200,7 @@ class TorchSaveSkeleton:
 
     ``storages`` are its storages in file order, ``rows`` their records in the directory, ``offsets`` and ``sizes`` the
     places of their bytes; ``nbytes`` is the size of the file. The saved object is not used any more: a file filled from
-    copies of its storages has the state of the moment it was laid out.
+    storage copies has the state of the moment it was laid out.
     """
 
     path: Path

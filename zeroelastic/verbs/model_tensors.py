@@ -89,10 +89,10 @@ class ModelTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """A model's tensors, each once, in the order of its state dict; ``tied`` maps further names to a tensor's name.
+    """A model's tensors, each once, in state dict order; ``tied`` maps further names to a tensor's name.
 
     ``left_out`` has a sentence for each name of the module states that has no tensor here. ``autoep_blocks`` are the
-    names of the modules that AutoEP replaced by layers of its own.
+    names of the modules that AutoEP replaced by its layers.
     """
 
     tensors: tuple[ModelTensor, ...]

@@ -26,7 +26,7 @@ _IN_NUMPY = re.compile(r"bool|u?int\d+|float(16|32|64)|complex(64|128)")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorHandle:
-    """One tensor of a checkpoint, or some of its rows. Holds no elements: each call reads those that it returns.
+    """One tensor of a checkpoint, or some rows. Holds no elements: each call reads those that it returns.
 
     ``shape`` and ``dtype`` (torch's name, such as ``"bfloat16"``) are those in the files. ``kind`` is "trained" (the
     fp32 master weights), "frozen", "buffer", "state" (of the optimizer) or "client" (in the client state). An index or

@@ -130,7 +130,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         return MappingProxyType(state | {key: value.value for key, value in part.scalars[place.param].items()})
 
     def places(self, name: str, *, key: str | None = None) -> tuple[TensorPlace, ...]:
-        """Where the files have a tensor, in the order of its elements; ``key`` is a state key, None: the weight.
+        """Where the files have a tensor, in element order; ``key`` is a state key, None: the weight.
 
         Opens the headers of the ranks that hold it. Raises UnknownTensorError.
         """

@@ -1,6 +1,6 @@
 """The live optimizers of ZeRO stages 1 and 2: every optimizer group is one buffer, of which each rank has a part.
 
-Where a parameter begins in its group's buffer is read off the memory of its 16-bit weight, which is a view of that
+Where a parameter begins in its group's buffer is read off its 16-bit weight's memory, which is a view of that
 buffer, and compared with the layout. DeepSpeed's own table (``_hp_mapping``) is of another order than the buffer under
 ``round_robin_gradients``; a load puts it right. Source: ``DeepSpeedZeroOptimizer`` of
 stage_1_and_2.py (``_update_model_bit16_weights``, ``update_lp_params``, ``_link_all_hp_params``) and ``BF16_Optimizer``

@@ -89,7 +89,7 @@ def covered_live(
 ) -> LiveOptimizer:
     """Read the live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other.
 
-    ``opaque`` takes each tensor parallel rank for a run of its own, whatever DeepSpeed says of its slices; ``renamed``
+    ``opaque`` takes each tensor parallel rank for its own run, whatever DeepSpeed says of its slices; ``renamed``
     has the names that a save has for some parameters.
     """
     kind = kind_of(optimizer, to_load=True)

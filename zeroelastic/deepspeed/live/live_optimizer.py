@@ -300,7 +300,7 @@ class LiveOptimizer(ABC):
         return sorted({*kept, *made, *self.own_entries()})
 
     def own_entries(self) -> list[str]:
-        """The entries of the optimizer's state dict in addition to its groups and the state of its parameters."""
+        """The entries of the optimizer's state dict beyond its groups and its parameters' state."""
         return sorted(self._base_state_dict().keys() - {"param_groups", "state"})
 
     def _base_state_dict(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class LiveOptimizer(ABC):
         """Called when the tensors of the optimizer state are the ones that a load fills."""
 
     def set_scalar(self, sub_group: int, key: str, value: ScalarValue) -> None:
-        """Set a replicated value of a sub-group's state; a 0-dim tensor becomes one of its own, never an alias."""
+        """Set a replicated value of a sub-group's state; a 0-dim tensor is copied, never an alias."""
         state, dtype = self.own_state(sub_group), getattr(torch, value.kind, None)
         if not isinstance(dtype, torch.dtype):
             state[key] = value.value

@@ -24,7 +24,7 @@ _TENSOR = "tensor"
 
 @dataclass(frozen=True, slots=True)
 class _KnownState:
-    """State of one optimizer class: keys of tensors that are partitioned like the weights, and types of its scalars.
+    """State of one optimizer class: keys of tensors that are partitioned like the weights, and scalar types.
 
     Each of the ``optional`` tensors exists while the group's option paired with it is set.
     """
@@ -78,7 +78,7 @@ _CLASS_MARKERS = {"amsgrad", "eps"}
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """One optimizer group in a checkpoint: the class of its optimizer if it is known, options, and state keys.
+    """One optimizer group in a checkpoint: its optimizer's class if it is known, options, and state keys.
 
     ``keys`` are the state keys that have a value, without the master weights; empty before the first step. ``tensors``
     are the forms of the options that are tensors in the file.

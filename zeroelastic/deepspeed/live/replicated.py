@@ -57,7 +57,7 @@ def refuse_common_state(live: LiveOptimizer) -> None:
 
 
 Token = tuple[int, str]
-"""The tensor parallel rank of a rank, and a hash of its facts."""
+"""The tensor parallel rank of a rank, and a hash of the facts."""
 
 
 def token_of(facts: Mapping[str, str], tp_rank: int = 0) -> Token:
@@ -124,7 +124,7 @@ def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list
 
 
 def _part_tensors(live: Sequence[dict[str, Any]], saved: Sequence[SavedGroup | None]) -> None:
-    """Give each group a tensor of its own where groups share one, and were saved with different values.
+    """Give each group its own tensor where groups share one, and were saved with different values.
 
     A group without a saved one keeps the value that it has.
     """

@@ -191,7 +191,7 @@ class Stage3(LiveOptimizer):
     def refresh(self) -> None:
         """Put the momentum from which Muon continues into the optimizer state, where DeepSpeed keeps it outside.
 
-        Under ``save_muon_momentum_buffer_in_memory`` DeepSpeed steps with a buffer of its own, and puts it into the
+        Under ``save_muon_momentum_buffer_in_memory`` DeepSpeed steps with its own buffer, and puts it into the
         state at each step; a stock load replaces only the tensor in the state.
         """
         self._swap.wait()
@@ -199,7 +199,7 @@ class Stage3(LiveOptimizer):
             self.base.state[self.flat(i)]["momentum_buffer"] = buffer
 
     def destination(self, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A swapped tensor is a map of its file, which is created if the state has none.
+        """A swapped tensor is a map of the file, which is created if the state has none.
 
         Raises OSError when the disk has no room for it.
         """

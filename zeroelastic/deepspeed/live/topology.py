@@ -52,7 +52,7 @@ class LiveTopology:
     """How a rank shares parameters with others.
 
     ``group`` are the ranks of the layouts in the order of their numbers, of which this one has the number ``rank``.
-    ``tp`` is the place of a rank whose tensor parallelism is opaque; ``topology`` is then of its data parallel group.
+    ``tp`` is the place of a rank whose tensor parallelism is opaque; ``topology`` is then its data parallel group's.
     ``maps`` and ``expert_sizes``, the expert parallel size of each expert, are by the names of parameters on this rank.
     """
 
@@ -136,7 +136,7 @@ class LiveTopology:
 def read_topology(
     optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False
 ) -> LiveTopology:
-    """Return how the ranks of an engine share the parameters of its module; ``names`` are of all parameters.
+    """Return how the ranks of an engine share the module's parameters; ``names`` are of all parameters.
 
     ``opaque`` takes tensor parallelism for opaque, whatever the module says of it. Raises UnsupportedError for experts
     that DeepSpeed does not describe, or shares in another way than is known.
@@ -236,7 +236,7 @@ def expert_group(param: torch.nn.Parameter) -> dist.ProcessGroup:
 
 
 def tensor_parallel(optimizer: Any) -> TensorParallel:
-    """Return this rank's place among its tensor parallel peers, each of which partitions slices of its own."""
+    """Return this rank's place among its tensor parallel peers, each of which partitions its own slices."""
     group = getattr(optimizer, "model_parallel_group", None)
     if group is None:
         return NO_TENSOR_PARALLEL

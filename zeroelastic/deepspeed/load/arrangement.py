@@ -129,7 +129,7 @@ def _current(engine: Engine) -> _Arrangement:
 def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest, why: str) -> None:
     """Raise UnsupportedError where this run, left to DeepSpeed because of ``why``, is arranged unlike the save.
 
-    Each rank reads the headers of its own files. Weights alone load by name: only the tensor parallel size counts.
+    Each rank reads its own files' headers. Weights alone load by name: only the tensor parallel size counts.
     Raises MissingFileError where some ranks lack a file that others have, CheckpointError for a damaged one; DeepSpeed
     gets what cannot be compared. Collective.
     """

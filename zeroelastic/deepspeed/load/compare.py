@@ -112,7 +112,7 @@ def check_params(
 
 
 def check_optimizer(diff: ParamDiff, head: OptimizerHeader, live: LiveOptimizer) -> None:
-    """Raise LayoutMismatchError if the optimizer cannot continue from the saved state of its parameters.
+    """Raise LayoutMismatchError if the optimizer cannot continue from its parameters' saved state.
 
     Raises UnsupportedError if Muon would continue from the state of Adam, or the other way.
     """

@@ -42,7 +42,7 @@ class TargetState(NamedTuple):
 class Move(NamedTuple):
     """A plan for parameters that the save or the run has frozen, with their saved state key and extents.
 
-    If ``trains``, they go into master weights, each parameter into a buffer of its own; else into frozen parameters.
+    If ``trains``, they go into master weights, each parameter into its own buffer; else into frozen parameters.
     """
 
     plan: Plan

@@ -139,7 +139,7 @@ def _casts(targets: Sequence[Target]) -> list[str]:
 
 
 def _frozen_parts(load_plan: LoadPlan) -> list[FillItem]:
-    """Return the parameters that either side has frozen; each is a target of its own."""
+    """Return the parameters that either side has frozen; each is its own target."""
     live, here = load_plan.live, load_plan.live.layout.index()
     parts: list[FillItem] = []
     for move in load_plan.moves:

@@ -1,4 +1,4 @@
-"""Which rank sees which file of a tag: where each node has a disk of its own, no rank sees all of them.
+"""Which rank sees which file of a tag: where each node has its own disk, no rank sees all of them.
 
 In an object store every rank sees all of them; there it is decided which rank reads a file that several need.
 

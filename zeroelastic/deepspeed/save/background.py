@@ -84,7 +84,7 @@ def background_for(engine: Engine, live: LiveOptimizer) -> Background | None:
     """Return the ``Background`` for the next save of an engine, or None for a synchronous save. Collective.
 
     Why a save has to be synchronous all the same is the same on every rank, and logged once. Raises UnsupportedError
-    for a checkpoint engine with a background of its own.
+    for a checkpoint engine with its own background.
     """
     if not wants_background(engine):
         return None

@@ -2,7 +2,7 @@
 
 A collective that one rank never enters ends after torch's own limit, half an hour or never, and names no rank. So
 before each collective of a save the ranks wait for one another through the key-value store of their process group. Each
-rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. The last rank to
+rank adds to one counter, sets its own key and waits for the one key that holds the outcome. The last rank to
 arrive decides it, or one that waits: when the process of a missing rank on its machine has ended, or ``timeout_s`` have
 passed. Every rank then raises the same error. The number of requests that a waiting rank makes does not depend on the
 number of ranks. The outcome also says whether an action of any rank has failed: if none has, no collective follows.

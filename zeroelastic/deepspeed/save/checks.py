@@ -138,7 +138,7 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOpti
     """Return the live state of a run whose tensor parallel ranks should have equal copies of some values. Collective.
 
     Where copies differ, no other size of tensor parallelism has a place for all of them: each tensor parallel rank is
-    then saved as a run of its own. Raises UnsupportedError at stages 1 and 2, where only DeepSpeed saves these.
+    then saved as its own run. Raises UnsupportedError at stages 1 and 2, where only DeepSpeed saves these.
     """
     differing = copies_that_differ(live)
     if not differing:

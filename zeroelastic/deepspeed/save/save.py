@@ -219,7 +219,7 @@ def _warn_of_lost_micro_batches(engine: Engine, tag_dir: Path) -> int:
 def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int]) -> Iterator[None]:
     """Within this context, one rank of each directory writes the file of the whole module of ZeRO stages 1 and 2.
 
-    With tensor parallelism it is one of each tensor parallel rank, as each has a file of its own.
+    With tensor parallelism it is one of each tensor parallel rank, as each has its own file.
 
     DeepSpeed has local rank 0 do it under ``use_node_local_storage``. Where the launcher's local ranks are not those
     that share a disk, several ranks would write into one file, or none. Ranks that see one directory have the same one

@@ -1,6 +1,6 @@
 """A small process that removes a job's shared memory when its launcher has ended, in whatever way.
 
-It is started by a worker, in a session of its own, and becomes a child of init: a kill of all processes that descend
+It is started by a worker, in its own session, and becomes a child of init: a kill of all processes that descend
 from the launcher does not reach it. It imports nothing but the standard library: a few megabytes.
 
 Run as a file: ``python -I -S reaper.py PID START DIRECTORY``.
@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 LOCK_NAME = "reaper.lock"
-"""Locked while the process lives; it holds the name of its machine (``process_identity.machine``)."""
+"""Locked while the process lives; it holds its machine's name (``process_identity.machine``)."""
 _IDENTITY = os.path.join(os.path.dirname(__file__), "../../distributed/process_identity.py")
 """A module that imports the standard library alone; the package is not on the path of this process."""
 _POLL_S = 0.5

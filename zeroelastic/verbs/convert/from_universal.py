@@ -321,7 +321,7 @@ def _scalars(
     sub_groups: Sequence[Sequence[Param]],
     dtypes: Sequence[Mapping[str, str]],
 ) -> tuple[tuple[Mapping[str, ScalarValue], ...], tuple[str, ...]]:
-    """By parameter the scalars of its sub-group, such as step; and the states of which there is no file."""
+    """The scalars of each parameter's sub-group, such as step; and the states of which there is no file."""
     scalars: list[Mapping[str, ScalarValue]] = []
     lost: dict[str, None] = {}
     for i, members in enumerate(sub_groups):

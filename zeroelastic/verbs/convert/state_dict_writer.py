@@ -91,7 +91,7 @@ class TensorReader:
         ]
 
     def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A whole tensor or one of its ``pieces``; None for a key that is not one of these tensors."""
+        """A whole tensor or one of the ``pieces``; None for a key that is not one of these tensors."""
         import torch
 
         tensor = self._tensors.get(key)

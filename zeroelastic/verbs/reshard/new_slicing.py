@@ -1,4 +1,4 @@
-"""The slices of a new run: as many ranks as are asked for, cut as the saved ones were, and the tables of its files.
+"""The slices of a new run: as many ranks as are asked for, cut as the saved ones were, and its files' tables.
 
 Source: ``DeepSpeedEngine._save_moe_checkpoint``, ``DeepSpeedZeroOptimizer_Stage3._zero3_partition_group_metadata``,
 deepspeed.checkpoint.affine and autoep_affine (DeepSpeed 0.19.8).

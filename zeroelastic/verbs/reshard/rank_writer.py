@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenRank:
-    """A written target rank: the sizes of its files, and the partial digest of each stream, uint64."""
+    """A written target rank: its files' sizes, and the partial digest of each stream, uint64."""
 
     rank: int
     files: Mapping[str, int]

@@ -133,7 +133,7 @@ class NativeSink(ABC):
         return self.topology.place(rank)[0] < self.models.data_size
 
     def frozen_rank(self, rank: int) -> int:
-        """The rank of ``frozen`` that a rank is, or of its tensor parallel rank the one that writes them."""
+        """The rank of ``frozen`` that a rank is, or the one that writes them for its tensor parallel rank."""
         data_rank, tensor_rank = self.topology.place(rank)
         return self.models.rank(min(data_rank, self.models.data_size - 1), tensor_rank)
 

@@ -47,7 +47,7 @@ EXPERT_WEIGHTS = ("w1", "w2", "w3")
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """A layer with experts: its number among these layers, and how the names of its parameters begin.
+    """A layer with experts: its number among these layers, and how its parameters' names begin.
 
     ``table`` is its entry in ``ds_autoep_layers`` of AutoEP; DeepSpeed's own MoE layers have none.
     """
@@ -189,7 +189,7 @@ class Slicing:
         return self._over_ranks([buffers for buffers, _ in ordered], stage, gaps), gaps
 
     def frozen_layout(self, params: Sequence[Param], topology: Topology) -> Layout:
-        """The layout of frozen parameters, each a buffer of its own, over the ranks of ``topology`` that write them.
+        """The layout of frozen parameters, each in its own buffer, over the ranks of ``topology`` that write them.
 
         Raises UnsupportedError for frozen experts.
         """

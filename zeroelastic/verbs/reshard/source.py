@@ -1,4 +1,4 @@
-"""The source of new ranks' files: the tensors of a saved checkpoint, and the trees of its files for the rest.
+"""The source of new ranks' files: the tensors of a saved checkpoint, and its files' trees for the rest.
 
 Checkpoints of all ZeRO stages are taken. Everything that is not partitioned is taken unchanged from the saved files,
 including objects of unknown classes.
