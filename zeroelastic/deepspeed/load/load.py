@@ -102,9 +102,11 @@ def _load_newest_or_named(call: LoadCall, request: LoadRequest) -> Loaded:
             )
         if outcome is None:
             outcome = _load_chosen_tag(call, request)
-        if call.log is not None and dist.get_rank() == 0:
-            observers.publish(_loaded_event(engine, call.timed_report()))
-            call.log(call.timed_report())
+        if call.log is not None:
+            report = call.timed_report()
+            if dist.get_rank() == 0:
+                observers.publish(_loaded_event(engine, report))
+                call.log(call.timed_report())
     return outcome
 
 
