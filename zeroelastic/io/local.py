@@ -171,7 +171,7 @@ class DiskPath:
     def _states(self, telling: str) -> dict[str, object] | None:
         """The states of a local directory's files, or of one that tells; None where there is no directory.
 
-        That file is opened: a network file system may answer ``stat`` with what it was told earlier.
+        That file is opened: a network file system may answer ``stat`` from its cache.
         """
         with suppress(OSError):
             fd = os.open(self._path / telling, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -187,7 +187,7 @@ class DiskPath:
                         found[entry.name] = _state(entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError:  # it cannot be listed, which is the error of whoever reads it
+        except OSError:  # reading a file of it raises the error
             pass
         return found
 

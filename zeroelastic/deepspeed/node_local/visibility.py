@@ -74,8 +74,8 @@ def gather_inventory(tag_dir: FilePath) -> Inventory:
 
     Of the ranks that see one directory, the first lists it and sends the others the result: on a file system that all
     ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes. Raises
-    CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no rank sees
-    any. ``open_checkpoint`` names files that no rank sees.
+    CheckpointError on every rank where the files belong to two saves and no record says which, MissingFileError where
+    no rank sees any. ``open_checkpoint`` names files that no rank sees.
     """
     local = local_path(tag_dir)
     if local is None:

@@ -193,7 +193,7 @@ def _facts(content: ParamContent) -> tuple[object, ...]:
 
 
 def _by_name(params: Iterable[Param]) -> list[Param]:
-    """Sort parameters: at stage 1 a file does not tell whether frozen ones are excluded or none."""
+    """Sort parameters: at stage 1 a file lists frozen ones neither when excluded nor when there are none."""
     return sorted(params, key=lambda param: param.name)
 
 
