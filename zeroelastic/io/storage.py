@@ -20,9 +20,7 @@ from zeroelastic.errors import (
     missing_file,
 )
 from zeroelastic.io.local import DiskPath, open_regular, read_fully
-from zeroelastic.io.paths import (
-    FilePath,
-)
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.remote import RemotePath, read_ranges
 from zeroelastic.io.retries import reason
 

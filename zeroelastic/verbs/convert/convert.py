@@ -202,7 +202,7 @@ def _to_fsdp2(
     check_free(target.absolute(), source.tag_dir)
     with one_save(source.tag_dir):
         plan = plan_fsdp2(open_state(open_committed(source.tag_dir)), layout=layout)
-    compared = _carry_out(plan, target, "converting", max_memory, dry_run, progress)
+    compared = _write_unless_dry(plan, target, "converting", max_memory, dry_run, progress)
     return ConvertReport(
         ok=True,
         path=str(source.tag_dir),
@@ -272,7 +272,7 @@ def export(
             adapters=adapters if adapter is None else adapter,
             model_dir=source.root,
         )
-    compared = _carry_out(plan, target, "exporting", memory, dry_run, progress)
+    compared = _write_unless_dry(plan, target, "exporting", memory, dry_run, progress)
     files, kinds = plan.written_files(), plan.kinds()
     return ExportReport(
         ok=True,
@@ -296,7 +296,7 @@ def export(
     )
 
 
-def _carry_out(
+def _write_unless_dry(
     plan: ExportPlan | Fsdp2Plan, target: Path, title: str, max_memory: int, dry_run: bool, progress: Progress
 ) -> int | None:
     """Return what ``write_plan`` does; None for a dry run."""
