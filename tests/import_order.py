@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version"},
-    {"activation", "byte_sizes", "extras"},
+    {"activation", "byte_sizes"},
     {"report", "observers"},
     {"core"},
     {"distributed"},
@@ -27,8 +27,8 @@ LEVELS = [
 ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "reading", "new_files", "elements", "verify",
               "diff", "reshard", "plan", "convert"],
-    "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
-                  "client_state", "live", "fill", "node_local", "load", "save", "install"],
+    "deepspeed": ["patching", "options", "engine_state", "engine", "client_state",
+                  "live", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
     "cli": ["terminal", "figures", "tables", "page", "app", "options", "doctor", "documents"],
 }  # fmt: skip

@@ -3,19 +3,25 @@
 Leaves also inherit the builtin they refine, so ``except ValueError`` written for DeepSpeed keeps working.
 Messages say where, what was found, what was expected and what to do. What to do about a damaged file is the same for
 hundreds of findings, so the class has it (``remedy``), and ``with_remedy`` adds it once, where the error is reported.
+``require_torch`` raises the one for a missing PyTorch, the extra "train" of the distribution, which the offline verbs
+do not need.
 """
 
 from __future__ import annotations
 
 import reprlib
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxother = _SHORT.maxstring = 120
 _MAX_TEXT = 240
+
+INSTALL_TRAIN = "pip install 'zeroelastic[train]'"
 
 
 def shown(value: object) -> str:
@@ -257,3 +263,23 @@ class IncompatibleDeepSpeedError(ZeroElasticError, RuntimeError):
 
 class RemoteRankError(ZeroElasticError, RuntimeError):
     """Another rank failed with an error that is not one of these; its message is quoted."""
+
+
+def torch_is_there() -> bool:
+    """Whether PyTorch can be imported; does not import it."""
+    return find_spec("torch") is not None
+
+
+def require_torch(what: str, module: str = "") -> None:
+    """Raise MissingPackageError where PyTorch is not installed; imports nothing. Example::
+
+    require_torch("convert --to fsdp2")
+
+    A ``module`` that is run as a program, ``__main__``, ends with the sentence alone.
+    """
+    if torch_is_there():
+        return
+    error = MissingPackageError(f"{what} needs PyTorch, which is not installed. Install it: {INSTALL_TRAIN}.")
+    if module == "__main__":
+        sys.exit(f"error: {error}")
+    raise error

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from zeroelastic import __version__
 from zeroelastic.activation import start
-from zeroelastic.extras import require_torch
+from zeroelastic.errors import require_torch
 
 require_torch("zeroelastic.run", __name__)
 

@@ -8,12 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, topologies
 
-from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
 from zeroelastic.core.digest import stream_of, streams_of
 from zeroelastic.core.layout import Param, layout_from_sub_groups, with_slices
 from zeroelastic.core.plan import check_plan, identity_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
-from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_view
+from zeroelastic.core.slices import (
+    RankSet,
+    Strip,
+    first_copies,
+    places_in_slices,
+    slices_of,
+    strips_of_runs,
+    strips_of_view,
+)
 
 
 def run(plan, source, target) -> None:

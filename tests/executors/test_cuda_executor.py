@@ -31,7 +31,7 @@ from zeroelastic.core.plan import make_plan
 from zeroelastic.deepspeed import fill as fill_module
 from zeroelastic.deepspeed.fill import FillJob, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
-from zeroelastic.deepspeed.node_local import payload
+from zeroelastic.deepspeed.node_local import peers
 from zeroelastic.errors import CheckpointError, ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, dispatch, staged
 from zeroelastic.executors.build_info import describe_build
@@ -250,11 +250,11 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
         targets = [Target("fp32", 0, tensor, "float32") for tensor in (same, other)]
         part = FillJob(saved.plan, targets, "auto", digest=True)
-        payload._put(part, rows, at, there)
+        peers._put(part, rows, at, there)
         assert torch.equal(same.as_subclass(torch.Tensor)[:numel], saved.want)
         assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())
         assert all((tensor.as_subclass(torch.Tensor)[numel:] == -1).all() for tensor in (same, other))
-        streams, totals = payload._digest(part, rows, at, there)
+        streams, totals = peers._digest(part, rows, at, there)
         read = fill(saved.plan, saved.extents, part.targets, digest=True).read_digests
         assert len(totals) == 2 * len(read) == 2 * len(NUMELS)  # one for each target
         assert all(total == read[name].digest for name, total in zip(streams.names, totals.tolist(), strict=True))

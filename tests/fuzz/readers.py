@@ -28,9 +28,9 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.dcp.metadata import METADATA
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.runs.candidates import check_quickly, find_newest
 from zeroelastic.runs.locate import find_source, list_tags
 from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.verdicts import check_quickly, find_newest
 from zeroelastic.torch_file.archive import write_tree
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, read_tree, walk_refs
 from zeroelastic.torch_file.zip_check import read_zip_records

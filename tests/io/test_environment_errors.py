@@ -18,9 +18,8 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.cli.app import app
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_size
-from zeroelastic.runs.candidates import check_quickly, check_tag
-from zeroelastic.runs.prune import plan_prune
 from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.verdicts import check_quickly, check_tag, plan_prune
 
 TAG = "global_step4"
 FILES = {

@@ -23,8 +23,8 @@ from saved_files import record_of
 from training import Job, build_engine, train_step
 
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.runs.candidates import check_quickly, find_newest
 from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.verdicts import check_quickly, find_newest
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 

@@ -43,9 +43,9 @@ PRELOADED = (
     "zeroelastic.elastic",
     "zeroelastic.elastic.memory.checkpoints",
     "zeroelastic.elastic.memory.resume",
-    "zeroelastic.deepspeed.load.fallback",
+    "zeroelastic.deepspeed.load.tag_choice",
     "zeroelastic.verbs.verify.verify",
-    "zeroelastic.runs.prune",
+    "zeroelastic.runs.verdicts",
 )
 
 

@@ -23,10 +23,10 @@ SEPARATE = [("deepspeed", "verbs")]
 INSIDE = {
     "elastic": {
         "checkpoint.rng_files", "core.global_batch", "deepspeed.engine", "deepspeed.engine_state",
-        "deepspeed.install.seams", "deepspeed.install.wrappers", "deepspeed.load.fallback", "deepspeed.load.tag_choice",
-        "deepspeed.node_local.node_tags", "deepspeed.run_objects", "deepspeed.save.background",
-        "distributed.collective", "distributed.partners", "errors", "extras", "io.paths", "observers", "report",
-        "runs.candidates", "runs.names", "runs.tags",
+        "deepspeed.install.seams", "deepspeed.install.wrappers", "deepspeed.load.tag_choice",
+        "deepspeed.node_local.node_tags", "deepspeed.client_state", "deepspeed.save.background",
+        "distributed.collective", "distributed.partners", "errors", "io.paths", "observers", "report",
+        "runs.names", "runs.tags", "runs.verdicts",
     },
     "integrations": {
         "zeroelastic", "checkpoint.open", "core.global_batch", "deepspeed.engine", "deepspeed.live.kinds",
@@ -37,7 +37,7 @@ INSIDE = {
     "testing": {"errors", "zeroelastic"},
 }  # fmt: skip
 """What the packages on top import: these modules and nothing else of the inside. ``elastic.memory`` is a save, and the
-two modules ``framework_load`` and ``framework_save`` are what the front ends have in place of the inside."""
+module ``framework_checkpoints`` is what the front ends have in place of the inside."""
 
 ANYTHING = ("zeroelastic.elastic.memory", "zeroelastic.integrations.framework_")
 

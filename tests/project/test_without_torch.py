@@ -19,7 +19,7 @@ HOW = "which is not installed. Install it: pip install 'zeroelastic[train]'."
 
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroelastic.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("zeroelastic.errors.find_spec", lambda name: None)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_tensor_of_the_library_becomes_an_array_but_no_torch_tensor(no_torch: 
 
 
 def test_a_module_that_is_run_as_a_program_says_so_in_one_line() -> None:
-    script = "import runpy, zeroelastic.extras as extras\nextras.find_spec = lambda name: None\n"
+    script = "import runpy, zeroelastic.errors as errors\nerrors.find_spec = lambda name: None\n"
     script += "runpy.run_module('zeroelastic.run', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, f"error: zeroelastic.run needs PyTorch, {HOW}\n")
@@ -59,6 +59,6 @@ def test_a_module_that_is_run_as_a_program_says_so_in_one_line() -> None:
 )
 def test_what_needs_torch_names_the_extra_when_it_is_imported(code: str) -> None:
     what = "zeroelastic.run" if code.endswith(".run") else "zeroelastic.elastic"
-    script = f"import sys, zeroelastic, zeroelastic.extras as extras\nextras.find_spec = lambda name: None\n{code}"
+    script = f"import sys, zeroelastic, zeroelastic.errors as errors\nerrors.find_spec = lambda name: None\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.endswith(f"MissingPackageError: {what} needs PyTorch, {HOW}\n")

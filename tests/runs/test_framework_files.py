@@ -9,16 +9,16 @@ from synthetic import write_checkpoint
 
 import zeroelastic
 from zeroelastic.errors import CheckpointError
-from zeroelastic.runs.framework_files import (
+from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.run_store import (
     NOTE,
     UNFINISHED,
+    RunStore,
     expect_files,
     note_files,
     require_own_files,
     saved_id,
 )
-from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.run_store import RunStore
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files
 
 TAG = "global_step4"

@@ -25,8 +25,8 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
 from zeroelastic.io.local import DiskPath
-from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest
 from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.verdicts import check_quickly, check_tag, find_newest
 
 latest = partial(run_command, "latest", env={"COLUMNS": "200", "TERM": "dumb"})
 

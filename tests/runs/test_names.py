@@ -16,10 +16,10 @@ from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import resume
 from zeroelastic.errors import CheckpointError, UsageError
-from zeroelastic.runs.candidates import check_quickly, refuse_fresh_start
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.names import list_tags, normal, read_latest, run_of, why_not_saved
 from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.verdicts import check_quickly, refuse_fresh_start
 from zeroelastic.testing import RankPool, compare_states
 
 JOB = Job(groups=1, frozen=False)

@@ -26,9 +26,8 @@ from synthetic import edit, model_name, optim_name, write_checkpoint, write_hist
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.runs import run_store
-from zeroelastic.runs.candidates import check_quickly
-from zeroelastic.runs.prune import plan_prune, remove_tag
 from zeroelastic.runs.tag_directory import is_removal, is_unfinished, note_owner, remove_note
+from zeroelastic.runs.verdicts import check_quickly, plan_prune, remove_tag
 from zeroelastic.verbs.new_directory import staging_of
 
 HOUR = 3600

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from zeroelastic.cli.app import app
 from zeroelastic.errors import SavedAgainError
 from zeroelastic.runs import tag_directory
-from zeroelastic.runs.candidates import check_quickly, check_tag
 from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.verdicts import check_quickly, check_tag
 
 __all__ = ["counted"]
 

@@ -29,7 +29,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.errors import CheckpointError
 from zeroelastic.io.storage import Blocks
-from zeroelastic.runs.candidates import check_quickly
+from zeroelastic.runs.verdicts import check_quickly
 from zeroelastic.torch_file import zip_check
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 from zeroelastic.verbs.verify.findings import full_report

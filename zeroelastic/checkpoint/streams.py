@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.saved_state import TensorSet
-from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.slice_plan import slices_of_layout
+from zeroelastic.core.slices import first_copies, strips_of_runs
 
 _NONE = np.empty(0, dtype=np.int64)
 

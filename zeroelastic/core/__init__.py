@@ -1,8 +1,7 @@
 """The mathematics of a checkpoint: who holds which elements, how they move, and how their content is summed up.
 
     layout        the part of each parameter that each rank holds
-    slices        parts of whole tensors that some ranks share, under tensor and expert parallelism
-    copies        which of these parts are the same
+    slices        parts of whole tensors that some ranks share, and which are copies
     plan          the segments that turn one layout into another; ``slice_plan`` between slices
     digest        the content digest of tensors, independent of how they are cut, and the keys of digests
     global_batch  batch size, micro batch and accumulation at another world size

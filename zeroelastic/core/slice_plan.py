@@ -13,9 +13,18 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.copies import copies_together, strip_keys, tensor_numbers
 from zeroelastic.core.layout import Layout, Param
-from zeroelastic.core.slices import MOST_STRIPS, Int64Array, Slices, Strips, numbered, whole
+from zeroelastic.core.slices import (
+    MOST_STRIPS,
+    Int64Array,
+    Slices,
+    Strips,
+    copies_together,
+    numbered,
+    strip_keys,
+    tensor_numbers,
+    whole,
+)
 
 BoolArray = npt.NDArray[np.bool_]
 

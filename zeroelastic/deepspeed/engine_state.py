@@ -90,7 +90,7 @@ class EngineState:
     warned_of_waiting: bool = False
     """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
     warned_of_gone_params: bool = False
-    """Whether parameters of the optimizer that the module no longer has were logged (``save.changed_modules``)."""
+    """Whether parameters of the optimizer that the module no longer has were logged (``save.checks``)."""
     warned_of_rigid_saves: bool = False
     """Whether saves that are DeepSpeed's own in spite of ``elastic_checkpoint`` were logged (``save_checkpoint``)."""
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, extent_windows, stream_seeds
-from zeroelastic.core.copies import places_in_slices, strips_of_runs
 from zeroelastic.core.digest import DigestKey, UInt64Array, combine, stream_of, streams_of
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
+from zeroelastic.core.slices import places_in_slices, strips_of_runs
 from zeroelastic.deepspeed.live.digests import ReadDigest
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import (

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from zeroelastic.core.global_batch import world_sizes
-from zeroelastic.extras import require_torch, torch_is_there
+from zeroelastic.errors import require_torch, torch_is_there
 
 if not torch_is_there():
     require_torch("zeroelastic.elastic")

@@ -81,7 +81,7 @@ def unpack_position(
     New generators are seeded from ``identity``. Raises, the same on every rank, StrictError when ``strict`` and the
     entry has no position, and UnusableError for an entry that cannot be restored.
     """
-    from zeroelastic.deepspeed.load.fallback import UnusableError
+    from zeroelastic.deepspeed.load.tag_choice import UnusableError
 
     try:
         notes, is_exact = all_or_raise(lambda: _unpack(entry, data, device, identity, strict))

@@ -239,7 +239,7 @@ class Preemption:
 
     def _capture(self, memory: MemoryCheckpoints) -> None:
         """Keep the state of now in memory. Collective."""
-        from zeroelastic.deepspeed.run_objects import saving_sampler
+        from zeroelastic.deepspeed.client_state import saving_sampler
 
         with saving_sampler(self._engine):
             memory.capture(self.state())

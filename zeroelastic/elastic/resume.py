@@ -78,13 +78,12 @@ def resume(
     from zeroelastic.deepspeed.engine_state import changing, state_of
     from zeroelastic.deepspeed.install.seams import install
     from zeroelastic.deepspeed.install.wrappers import loading_strictly
-    from zeroelastic.deepspeed.load.fallback import add_notes, load_first, none_loads
-    from zeroelastic.deepspeed.load.tag_choice import nothing_to_load
+    from zeroelastic.deepspeed.load.tag_choice import add_notes, load_first, none_loads, nothing_to_load
     from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try
     from zeroelastic.deepspeed.save.background import finish_pending
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.elastic.memory.resume import memory_tier
-    from zeroelastic.runs.candidates import refuse_fresh_start
+    from zeroelastic.runs.verdicts import refuse_fresh_start
 
     install()
     require_partners()
@@ -148,7 +147,7 @@ class _Finish:
         return ResumedRun(name, int(self._engine.global_steps), client_state, report, (), notes)
 
     def _restore(self, name: str, entry: Mapping[str, Any] | None) -> tuple[str, ...]:
-        from zeroelastic.deepspeed.load.fallback import UnusableError
+        from zeroelastic.deepspeed.load.tag_choice import UnusableError
 
         engine, data = self._engine, self._data
         has_position = entry is not None and entry.get("data") is not None

@@ -34,7 +34,7 @@ from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending, pending_of
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import MissingFileError, StrictError, UnsupportedError, some
-from zeroelastic.integrations.framework_load import (
+from zeroelastic.integrations.framework_checkpoints import (
     BatchSettings,
     Notes,
     check_tag,
@@ -43,10 +43,9 @@ from zeroelastic.integrations.framework_load import (
     newest_complete,
     numbered,
     on_rank_0,
+    save_with_files,
 )
-from zeroelastic.integrations.framework_save import save_with_files
-from zeroelastic.integrations.generators import reseed_new_rank, saved_rank_states
-from zeroelastic.integrations.schedulers import correct_scheduler, wrap_schedulers
+from zeroelastic.integrations.per_process import correct_scheduler, reseed_new_rank, saved_rank_states, wrap_schedulers
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn import Module
 
 from zeroelastic.deepspeed.patching import Method, wrap
-from zeroelastic.integrations.framework_load import (
+from zeroelastic.integrations.framework_checkpoints import (
     BatchSettings,
     is_loaded_here,
     load_and_correct,

@@ -33,7 +33,7 @@ from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending
 from zeroelastic.elastic.sampler import is_position
 from zeroelastic.errors import StrictError, ZeroElasticError
-from zeroelastic.integrations.framework_load import (
+from zeroelastic.integrations.framework_checkpoints import (
     BatchSettings,
     Notes,
     is_loaded_here,

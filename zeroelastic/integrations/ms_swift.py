@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zeroelastic.deepspeed.patching import Method, wrap
-from zeroelastic.integrations.framework_load import read_folder
+from zeroelastic.integrations.framework_checkpoints import read_folder
 from zeroelastic.integrations.trainer import TrainerRun, current_run
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,8 @@ from zeroelastic import install, last_report
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic.batch_plan import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError, UsageError
-from zeroelastic.integrations.framework_load import Notes
-from zeroelastic.integrations.generators import compare_generators, load_generators
-from zeroelastic.integrations.schedulers import are_close, rates_at
+from zeroelastic.integrations.framework_checkpoints import Notes
+from zeroelastic.integrations.per_process import are_close, compare_generators, load_generators, rates_at
 from zeroelastic.report import ResumeReport
 
 __all__ = ["batch_args", "elastic"]

@@ -1,13 +1,12 @@
 """The directory of a run: its tags, their names and order, ``latest``, and what may be deleted.
 
-    run_store      ``RunStore``: lists the tags, writes ``latest``, removes tags and what saves have left
+    run_store      ``RunStore``: lists the tags, writes ``latest``, removes tags and what saves have left;
+                   and the save that the files of a framework next to a tag belong to
     tags           ``Tag``, read from a directory; their order, and the one rule for the newest
-    candidates     which tag is whole
     names          which names a tag may have, and the reader of ``latest``
     tag_directory  the hidden directory in which a save is made, and its publication as the tag
-    framework_files  the save that the files of a framework next to a tag belong to
     locate         the checkpoint that a path means, and messages where there is none
-    prune          which tags can be removed
+    verdicts       which tags are whole, and which can be removed
 
 Imports ``checkpoint`` and what that imports. Read ``tags`` first, then ``run_store``.
 """

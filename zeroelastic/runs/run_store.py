@@ -2,27 +2,33 @@
 
 A tag that is removed first gets a hidden name (``tag_directory``), so that it is never seen in part: a removal that is
 killed is finished by the next save or ``prune``. Kept is everything that a running save may still need.
+
+accelerate and the Trainer write schedulers, generators and counters next to a tag after the engine has saved it. A save
+that is cut short before the last of them leaves a tag and files of two saves, which nothing else shows where the
+directory was used before. So a hidden file next to the tag names the save that all files belong to, by the id in the
+tag's commit record.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, printable
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath, local_paths
-from zeroelastic.io.storage import directory_exists, folders, place
-from zeroelastic.runs.framework_files import require_own_files
+from zeroelastic.io.storage import directory_exists, folders, place, read_whole
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
@@ -36,7 +42,14 @@ from zeroelastic.runs.names import (
     normal,
     not_a_directory,
 )
-from zeroelastic.runs.tag_directory import is_removal, is_unfinished, life_of_owner, removal_dir_of, replaces_nothing
+from zeroelastic.runs.tag_directory import (
+    is_removal,
+    is_unfinished,
+    life_of_owner,
+    open_tag,
+    removal_dir_of,
+    replaces_nothing,
+)
 from zeroelastic.runs.tags import Tag, committed_after, committed_tag, newest_first, step_of, tag_at
 
 logger = logging.getLogger(__name__)
@@ -50,6 +63,15 @@ CHANGED = "it changed while this ran"
 _TEMPORARY = re.compile(r"\.latest\.\d+(\.[0-9a-f]+)?\.tmp")
 _MIN_AGE_UNASKED_S = 24 * 3600.0
 _THREADS = 16
+
+NOTE = ".zeroelastic-files.json"
+UNFINISHED = "unfinished"
+"""In the place of a save's id: the files are being written."""
+
+_MAX_BYTES = 1 << 20
+
+Saves = Mapping[str, str | None]
+"""The save that the files are of, by tag; None is one without a commit record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +279,53 @@ def _delete(path: Path) -> None:
     except FileNotFoundError:  # another removal deletes it, too
         if path.exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def expect_files(directory: Path, tag: str) -> None:
+    """Note, before a tag is saved, that the files next to it belong to the tag that exists. Raises OSError."""
+    try:
+        noted = _read(directory)
+        new = {} if tag in noted else {tag: saved_id(directory, tag)}
+    except CheckpointError:  # damage that the save replaces
+        noted, new = {}, {tag: UNFINISHED}
+    if new:
+        directory.mkdir(parents=True, exist_ok=True)
+        note_files(directory, {**noted, **new})
+
+
+def note_files(directory: Path, saves: Saves) -> None:
+    """Note the saves that the files next to tags belong to. Raises OSError."""
+    write_atomically(directory / NOTE, json.dumps(saves).encode())
+
+
+def saved_id(directory: FilePath, tag: str) -> str | None:
+    """Return the id of the save that a tag is of; None where there is no tag, or one without a commit record."""
+    record = read_record(open_tag(directory_of(directory, tag)))
+    return None if record is None else record.save_id
+
+
+def require_own_files(directory: FilePath) -> None:
+    """Raise CheckpointError where the files next to a tag are of another save than the tag."""
+    for tag, save_id in _read(directory).items():
+        if saved_id(directory, tag) != save_id and directory_exists(directory_of(directory, tag)):
+            raise CheckpointError(
+                f"{directory}: the save of {printable(tag)} was cut short: the files beside it (scheduler, generators, "
+                "counters of the framework) are not all of the same save. Load another checkpoint, and save into a new "
+                f"directory each time, so that there is one. Without {directory / NOTE} this mix is loaded all the "
+                "same.",
+                remedy="",
+            )
+
+
+def _read(directory: FilePath) -> Saves:
+    """The note; nothing where there is none."""
+    path = directory / NOTE
+    try:
+        saves = json.loads(read_whole(path, limit=_MAX_BYTES))
+    except MissingFileError:
+        return {}
+    except (ValueError, RecursionError):  # a CheckpointError is one, too
+        saves = None
+    if not isinstance(saves, dict) or not all(one is None or isinstance(one, str) for one in saves.values()):
+        raise CheckpointError(f"{path}: is not the JSON object that zeroelastic writes there. It is damaged.")
+    return saves

@@ -11,10 +11,10 @@ from pydantic import Field, PrivateAttr
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, UsageError, printable, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path, local_directory
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.runs.candidates import Check, Verdict, check_quickly, check_tag, find_newest
 from zeroelastic.runs.names import LATEST, named_latest
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tags import Tag, committed_after, in_folders, tags_to_try
+from zeroelastic.runs.verdicts import Check, Verdict, check_quickly, check_tag, find_newest
 from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress
 from zeroelastic.verbs.report import Part, Report
 from zeroelastic.verbs.verify.report import VerifyReport

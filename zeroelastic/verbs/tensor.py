@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.errors import UnsupportedError, UsageError
+from zeroelastic.errors import UnsupportedError, UsageError, require_torch
 from zeroelastic.executors.numpy_executor import cast_bytes
-from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ def gathered(directory: str, job: Job, batch_bytes: int) -> list[tuple[int, int,
     """For a save, a load and an epilogue of DeepSpeed: our gathers, its gathers, and how many parameters persist."""
     from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
-    from zeroelastic.deepspeed.live import persistent_params
+    from zeroelastic.deepspeed.live import stage3_storage
 
-    persistent_params.BATCH_BYTES = batch_bytes
+    stage3_storage.BATCH_BYTES = batch_bytes
     engine = build_engine(job)
     train_step(engine, 0)
     optimizer, counts = engine.optimizer, []

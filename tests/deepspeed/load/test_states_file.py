@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeroelastic.deepspeed.load.states_file import StatesFile
+from zeroelastic.deepspeed.load.module_states import StatesFile
 from zeroelastic.torch_file.header import read_torch_file
 
 NUMEL = 40_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroelastic.deepspeed.node_local.peer_checkpoint import ReceivedFile, joined, recording
+from zeroelastic.deepspeed.node_local.peers import ReceivedFile, joined, recording
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.torch_file.header import read_torch_file, walk_refs
 

@@ -182,7 +182,7 @@ def test_nothing_is_taken_or_kept_while_adapters_are_merged(rank_pool: RankPool,
 
 def go_on_after(directory: str, changes: list[Change]) -> list[str]:
     """What is logged of saves after harmless changes, whose state a run that makes the same change restores."""
-    said = logged("deepspeed.save.changed_modules")
+    said = logged("deepspeed.save.checks")
     for change in changes:
         engine = build(with_adapters(), 2)
         train(engine)
@@ -204,7 +204,7 @@ def test_other_changes_are_saved(rank_pool: RankPool, tmp_path: Path) -> None:
 
 
 def save_without_a_layer(directory: str) -> list[str]:
-    said = logged("deepspeed.save.changed_modules")
+    said = logged("deepspeed.save.checks")
     model = with_adapters(modules_to_save=["down"])
     engine = build(model, 2)
     train(engine)

@@ -19,7 +19,7 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.live.kinds import trained_params
-from zeroelastic.deepspeed.save import retention
+from zeroelastic.deepspeed.save import after_commit
 from zeroelastic.testing import RankPool
 
 JOB = Job(options={"keep": 2})
@@ -35,9 +35,9 @@ def save_often(
     committed: list[Any] = []
     said = logged("")
     unsubscribe = zeroelastic.subscribe(lambda event: committed.append(event.tag))  # type: ignore[union-attr]
-    retention._warned.clear()
+    after_commit._warned.clear()
     if fails:
-        retention.remove_tag = refuse  # type: ignore[assignment]
+        after_commit.remove_tag = refuse  # type: ignore[assignment]
     engine = build_engine(job)
     for step in range(steps):
         train_step(engine, step)
@@ -137,7 +137,7 @@ def test_folders_of_a_framework_are_left_to_it(rank_pool: RankPool, tmp_path: Pa
     ],
 )
 def test_the_setting_of_each_framework_is_named(tmp_path: Path, folder: str, tag: str, setting: str | None) -> None:
-    found = retention._limit_of_framework(tmp_path / folder, tag)
+    found = after_commit._limit_of_framework(tmp_path / folder, tag)
     assert found is None if setting is None else setting in str(found)
 
 

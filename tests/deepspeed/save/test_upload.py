@@ -33,9 +33,9 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.tag_files import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.deepspeed.save import upload
+from zeroelastic.deepspeed.save import after_commit
+from zeroelastic.deepspeed.save.after_commit import Uploads, uploads
 from zeroelastic.deepspeed.save.directory import SaveDirectory
-from zeroelastic.deepspeed.save.upload import Uploads, uploads
 from zeroelastic.io import objects
 from zeroelastic.io.objects import sizes_below
 from zeroelastic.io.paths import as_path
@@ -350,7 +350,7 @@ def put_before(run: str, url: str) -> None:
 def test_a_store_that_is_away_loses_nothing(saved: Saver, calm: S3Server, tmp_path: Path) -> None:
     for tag in ("s1", "s2", "s3", "s4"):
         shutil.copytree(saved(Job(), 2).tag_dir, tmp_path / tag)
-    url, queue, said = calm.url("away"), Uploads(), logged("deepspeed.save.upload")
+    url, queue, said = calm.url("away"), Uploads(), logged("deepspeed.save.after_commit")
     queue.add(committed(tmp_path / "s1"), quick(url))
     assert queue.wait(60) == []
     calm.fault = lambda request: "503"
@@ -380,7 +380,8 @@ def test_a_tag_that_comes_late_does_not_become_the_latest(saved: Saver, tmp_path
     for tag in ("s1", "s2"):
         shutil.copytree(saved(Job(), 2).tag_dir, tmp_path / tag)
     url, queue = f"file://{tmp_path}/store", Uploads()
-    fails = mock.patch.object(upload.Upload, "send", autospec=True, side_effect=fail_for(upload.Upload.send, "s1"))
+    send = after_commit.Upload.send
+    fails = mock.patch.object(after_commit.Upload, "send", autospec=True, side_effect=fail_for(send, "s1"))
     with fails:
         for tag in ("s1", "s2"):
             queue.add(committed(tmp_path / tag), quick(url))
@@ -404,7 +405,7 @@ def test_a_tag_that_is_saved_again_while_it_is_uploaded_is_not_uploaded_in_parts
 ) -> None:
     first, second = saved(Job(), 2), saved(Job(lr=3e-2), 2)
     shutil.copytree(first.tag_dir, tmp_path / "run" / "a")
-    url, queue, said = f"file://{tmp_path}/store", Uploads(), logged("deepspeed.save.upload")
+    url, queue, said = f"file://{tmp_path}/store", Uploads(), logged("deepspeed.save.after_commit")
     replaced = iter([True])
 
     def put(source: Path, path: RemotePath) -> None:
@@ -416,7 +417,7 @@ def test_a_tag_that_is_saved_again_while_it_is_uploaded_is_not_uploaded_in_parts
             shutil.rmtree(tmp_path / "run" / "old")
             queue.add(committed(tmp_path / "run" / "a"), quick(url))
 
-    with mock.patch.object(upload, "put_file", put):
+    with mock.patch.object(after_commit, "put_file", put):
         queue.add(committed(tmp_path / "run" / "a"), quick(url))
         assert queue.wait(60) == []
     assert "was saved again" in said[0], "the first save is given up: it is not on the disk any more"
@@ -437,7 +438,7 @@ def test_the_record_waits_for_the_files_of_all_nodes(saved: Saver, tmp_path: Pat
     for rank, queue in enumerate(queues):
         elsewhere = frozenset(name for name in files if f"rank_{1 - rank}_" in name)
         own = committed(tmp_path / f"node{rank}" / TAG, rank=rank, leaders=(0, 1), elsewhere=elsewhere)
-        with mock.patch.object(upload, "put_file", side_effect=OSError(5, "away")) if rank else mock.MagicMock():
+        with mock.patch.object(after_commit, "put_file", side_effect=OSError(5, "away")) if rank else mock.MagicMock():
             queue.add(own, options)
             (left,) = queue.wait(60)
             assert left.saved.rank == rank

@@ -1,11 +1,11 @@
-"""zeroelastic.elastic.memory.copies: no copy on its own node, every rank protected, racks apart where they can be."""
+"""zeroelastic.elastic.memory.save: no copy on its own node, every rank protected, racks apart where they can be."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroelastic.elastic.memory.copies import Placement, nodes_of, ring
+from zeroelastic.elastic.memory.save import Placement, nodes_of, ring
 
 
 def placed(ranks_per_node: list[int], *, racks: list[str] | None = None, copies: int = 1):

@@ -19,8 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from zeroelastic.deepspeed.install import frameworks
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
-from zeroelastic.errors import IncompatibleDeepSpeedError
-from zeroelastic.extras import INSTALL_TRAIN
+from zeroelastic.errors import INSTALL_TRAIN, IncompatibleDeepSpeedError
 
 MINIMUM_DEEPSPEED = "0.18"
 

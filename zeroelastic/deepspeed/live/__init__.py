@@ -3,7 +3,7 @@
     live_optimizer  ``LiveOptimizer``: layout, flat tensors, groups, state dict, and how a load fills them
     kinds           which of DeepSpeed's optimizers are covered, and the LiveOptimizer of an engine
     topology        which ranks share what: data, tensor and expert parallelism
-    stage3          ZeRO-3, with an optimizer or, to evaluate, without; ``swap_files`` and ``persistent_params`` help it
+    stage3          ZeRO-3, with an optimizer or, to evaluate, without; ``stage3_storage`` has its NVMe files
     group_split     ZeRO-1 and 2
     optimizers      which state keys and scalars each class of torch optimizer keeps
     replicated      hyper-parameters, loss scales and scalars, which are the same on all ranks

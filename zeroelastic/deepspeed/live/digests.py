@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
 from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue, UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import identity_plan
+from zeroelastic.core.slices import first_copies, places_in_slices, strips_of_runs
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.distributed.collective import all_gather_mostly_equal, collective_device, current_group
 from zeroelastic.errors import DigestMismatchError, some

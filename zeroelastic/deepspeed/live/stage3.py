@@ -25,8 +25,7 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params
-from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
+from zeroelastic.deepspeed.live.stage3_storage import SwapFiles, gather_persistent_params, is_param_on_nvme, on_nvme
 from zeroelastic.deepspeed.live.topology import LiveTopology, expert_group, is_expert, uncovered_groups
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError

@@ -1,7 +1,7 @@
 """Loading a checkpoint into a running engine.
 
     load                one load from beginning to end
-    tag_choice          which tag is loaded; ``fallback`` walks back to the newest tag that loads
+    tag_choice          which tag is loaded; ``load_newest`` walks back to the newest that loads
     stock               which loads DeepSpeed does alone; ``arrangement`` checks that such a load would go right
     preflight           all checks before a tensor is touched, on all ranks together; its result is a ``LoadPlan``
     load_plan           the bytes that each rank reads; ``compare`` compares parameters and optimizer before

@@ -18,13 +18,12 @@ from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
 from zeroelastic.deepspeed.engine_state import changing, note_load, state_of
-from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.notes import LoadNotes, note_before_load, note_options, optimizer_options
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import gather_costs, load_report, log_batch, log_report
 from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import Loaded, choose_loader, is_left_to_deepspeed, load_by_deepspeed
-from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
+from zeroelastic.deepspeed.load.tag_choice import choose_tag, load_newest, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks

@@ -22,7 +22,7 @@ from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layo
 from zeroelastic.core.plan import Plan, check_plan, make_plan
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.compare import check_optimizer, check_params, refuse_lost_state, saved_params
-from zeroelastic.deepspeed.node_local.peer_checkpoint import ranks_taken, sources_by_size
+from zeroelastic.deepspeed.node_local.peers import ranks_taken, sources_by_size
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath

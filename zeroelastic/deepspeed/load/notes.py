@@ -12,7 +12,7 @@ from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
-from zeroelastic.deepspeed.node_local.payload import LoadCost
+from zeroelastic.deepspeed.node_local.peers import LoadCost
 from zeroelastic.distributed.collective import all_gather_mostly_equal
 from zeroelastic.errors import StrictError, counted, rank_list, some
 

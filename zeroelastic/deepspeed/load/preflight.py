@@ -22,7 +22,7 @@ from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
 from zeroelastic.deepspeed.load.module_states import check_loaded_values
 from zeroelastic.deepspeed.load.notes import LOAD_BASE_FIRST, other_base
 from zeroelastic.deepspeed.load.saved_copies import check_tp_replicas
-from zeroelastic.deepspeed.node_local.peer_checkpoint import receive_headers
+from zeroelastic.deepspeed.node_local.peers import receive_headers
 from zeroelastic.deepspeed.node_local.visibility import gather_inventory, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise, all_or_raise

@@ -6,12 +6,12 @@ import logging
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.topology import expert_sizes
+from zeroelastic.deepspeed.client_state import not_restored
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.notes import LoadNotes
 from zeroelastic.deepspeed.load.verify import Verification
-from zeroelastic.deepspeed.node_local.payload import LoadCost
-from zeroelastic.deepspeed.run_objects import not_restored
+from zeroelastic.deepspeed.node_local.peers import LoadCost
 from zeroelastic.distributed.collective import maximum_and_total
 from zeroelastic.errors import counted, rank_list
 from zeroelastic.report import ResumeReport

@@ -22,8 +22,7 @@ from zeroelastic.deepspeed.load.compare import saved_groups
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.module_states import load_module
 from zeroelastic.deepspeed.load.notes import LoadNotes, note_module_files
-from zeroelastic.deepspeed.node_local.payload import fill_from_others
-from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
+from zeroelastic.deepspeed.node_local.peers import fill_from_others, module_file
 from zeroelastic.distributed.collective import all_or_raise, any_rank
 from zeroelastic.io.paths import local_path
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, digest_in_file, extent_windows
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN
-from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import identity_plan
+from zeroelastic.core.slices import first_copies, strips_of_runs
 from zeroelastic.deepspeed.live.digests import sum_over_ranks
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some

@@ -1,8 +1,12 @@
-"""One save of an engine: DeepSpeed writes into a hidden directory, or a snapshot is taken; the commit makes the tag."""
+"""One save of an engine: DeepSpeed writes into a hidden directory, or a snapshot is taken; the commit makes the tag.
+
+DeepSpeed's save is redirected by a checkpoint engine in the place of the run's own (``CheckpointEngineProxy``).
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroelastic.deepspeed.client_state import saved_step
+from zeroelastic.deepspeed.client_state import saved_step, saving_sampler
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, decides_boundaries
 from zeroelastic.deepspeed.engine_state import last_save_of, link
 from zeroelastic.deepspeed.live.digests import gather_over_tp, live_streams, whole_contents
@@ -22,16 +26,14 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.own_weights import has_own_weights
 from zeroelastic.deepspeed.options import Options, SaveRequest
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save import shard_writer
+from zeroelastic.deepspeed.save.after_commit import remove_old_tags, uploads
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.changed_modules import merged_weights
+from zeroelastic.deepspeed.save.checks import merged_weights
 from zeroelastic.deepspeed.save.commit import PendingCommit, written_files
 from zeroelastic.deepspeed.save.directory import SaveDirectory
-from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.retention import remove_old_tags
-from zeroelastic.deepspeed.save.upload import uploads
 from zeroelastic.distributed.collective import all_or_raise, broadcast
+from zeroelastic.errors import SaveError, ZeroElasticError
 from zeroelastic.observers import Saved, Tier, publish
 
 logger = logging.getLogger(__name__)
@@ -237,3 +239,67 @@ def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int
     tied = broadcast(all_or_raise(engine._get_shared_params))
     with live.saving_alone(engine, writes_module=writes, tied=tied):
         yield
+
+
+class CheckpointEngineProxy:
+    """The checkpoint engine of one save, in which an error of one rank leaves no other rank waiting.
+
+    DeepSpeed's save has barriers between its parts. So the first error is kept, the rest of this rank's part is left
+    out, and ``raise_failure`` raises the error when all ranks have finished. ``save`` writes one file; files for
+    ``tag_dir`` go to ``staging_dir``, the directory that becomes it. Everything else is the original engine's.
+    ``names`` are of the files that were written for the tag.
+    """
+
+    def __init__(
+        self, original: Any, save: Callable[[Any, str], None], *, save_id: str, tag_dir: Path, staging_dir: Path
+    ) -> None:
+        self._original, self._save, self._save_id = original, save, save_id
+        self._tag_dir, self._staging_dir = tag_dir, staging_dir
+        self._failure: ZeroElasticError | None = None
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        """Make a directory, as DeepSpeed does on some ranks; that of the tag is made by one rename."""
+        if Path(path) != self._tag_dir:
+            self.guarded(self._original.makedirs)(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        wanted = Path(path)
+        place = path
+        if wanted.parent == self._tag_dir:
+            self.names.append(wanted.name)
+            place = os.fspath(self._staging_dir / wanted.name)
+        self.guarded(self._save, path)(shard_writer.with_save_id(state_dict, wanted.name, self._save_id), place)
+
+    def commit(self, info: Any) -> bool:
+        self.guarded(self._original.commit, getattr(info, "tag", None))(info)
+        return True
+
+    def guarded(self, action: Callable[..., Any], where: object = None) -> Callable[..., None]:
+        """The action, with its error kept for later; after an error it does nothing."""
+
+        def attempt(*args: Any, **kwargs: Any) -> None:
+            if self._failure is not None:
+                return
+            try:
+                action(*args, **kwargs)
+            except ZeroElasticError as error:
+                self._failure = error
+            except Exception as error:
+                logger.debug("a save failed", exc_info=True)
+                self._failure = shard_writer.not_written(where if where is not None else args[0], error)
+                if not self._staging_dir.is_dir():
+                    self._failure = SaveError(
+                        f"{self._failure} This rank does not see the directory that another one made for the save: "
+                        'the directory is not the same on all nodes, which "use_node_local_storage": true allows.'
+                    )
+
+        return attempt
+
+    def raise_failure(self) -> None:
+        """Raise the first error of this rank, if there was one."""
+        if self._failure is not None:
+            raise self._failure

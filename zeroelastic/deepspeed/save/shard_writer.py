@@ -20,6 +20,7 @@ from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from zeroelastic.checkpoint.elastic_table import elastic_table
+from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
 from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.deepspeed.client_state import checked_client_state
 from zeroelastic.deepspeed.engine import Engine
@@ -29,8 +30,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import class_path
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.engine_proxy import not_written, with_save_id
-from zeroelastic.errors import UnsupportedError
+from zeroelastic.errors import SaveError, UnsupportedError
 from zeroelastic.torch_file.image import FileImage, host_memory
 from zeroelastic.torch_file.save import DigestRange, write_skeleton, write_torch_file
 
@@ -333,3 +333,16 @@ def write_local_files(
         kept = checked_client_state(engine, client_state)
         engine._save_checkpoint(str(directory.parent), directory.name, client_state=kept)
         engine._save_zero_checkpoint(str(directory.parent), directory.name)
+
+
+def with_save_id(state_dict: Any, name: str, save_id: str) -> Any:
+    """Add the id of the save to the content of a rank's file, other than a file of an expert."""
+    return state_dict if parse_rank_file(name) is None else {**state_dict, SAVE_ID: save_id}
+
+
+def not_written(path: object, error: Exception) -> SaveError:
+    """The error for a file of a save that could not be written."""
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    return SaveError(f"{path}: cannot be written: {why}. The tag is not committed, and `latest` is unchanged.")

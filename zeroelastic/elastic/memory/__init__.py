@@ -3,7 +3,6 @@
     checkpoints  makes one every few steps, while training goes on
     save         what the ordinary save does otherwise in memory: the directory of a node, and copies for others
     memory_file  files in shared memory whose pages are used again
-    copies       which rank keeps what of which, on another node
     resume       ``MemoryTier``: the tags in memory that follow a save on the disk
     place        the directory of a job in a node's shared memory; ``reaper`` removes it when the job ends
 

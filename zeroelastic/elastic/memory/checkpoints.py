@@ -30,7 +30,7 @@ from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, sta
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import MemoryOptions, SaveRequest
-from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
+from zeroelastic.deepspeed.save.checks import refuse_changed_module
 from zeroelastic.distributed.collective import (
     all_gather,
     all_or_raise,
@@ -40,11 +40,10 @@ from zeroelastic.distributed.collective import (
     is_raised_on_all_ranks,
     limit,
 )
-from zeroelastic.elastic.memory.copies import Placement, nodes_of
 from zeroelastic.elastic.memory.memory_file import Slot
 from zeroelastic.elastic.memory.place import JobPlace, RunPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
-from zeroelastic.elastic.memory.save import GroupBarrier, MemoryDirectory, MemorySave
+from zeroelastic.elastic.memory.save import GroupBarrier, MemoryDirectory, MemorySave, Placement, nodes_of
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.io.paths import FilePath
 

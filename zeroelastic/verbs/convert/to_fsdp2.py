@@ -25,8 +25,7 @@ from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.dcp.names import NATIVE
 from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
-from zeroelastic.errors import UnsupportedError, printable, some
-from zeroelastic.extras import require_torch
+from zeroelastic.errors import UnsupportedError, printable, require_torch, some
 from zeroelastic.torch_file.header import read_tree
 from zeroelastic.torch_file.tree import entry, pairs_of
 from zeroelastic.verbs.convert.state_dict_writer import TensorReader, scalar_value, write_state_dict

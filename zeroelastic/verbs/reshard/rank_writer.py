@@ -18,11 +18,10 @@ import numpy as np
 
 from zeroelastic.checkpoint.extents import ExtentTable, TensorSlot, extent_windows, stream_seeds
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout, with_slices
 from zeroelastic.core.plan import make_plan
-from zeroelastic.core.slices import RankSet
+from zeroelastic.core.slices import RankSet, first_copies, strips_of_runs
 from zeroelastic.executors.dispatch import DigestRows
 from zeroelastic.executors.tables import ProgressFunction, cast_between
 from zeroelastic.io.atomic import write_atomically

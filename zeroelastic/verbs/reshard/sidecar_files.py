@@ -18,9 +18,9 @@ from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.errors import MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_exactly
-from zeroelastic.runs.framework_files import NOTE, require_own_files
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
+from zeroelastic.runs.run_store import NOTE, require_own_files
 from zeroelastic.torch_file.header import read_tree
 from zeroelastic.verbs.new_files import write_archive
 

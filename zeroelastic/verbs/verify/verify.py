@@ -22,9 +22,8 @@ from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedErro
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.storage import directory_exists
-from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.locate import UNIVERSAL, find_source
-from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.run_store import RunStore, require_own_files
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.findings import full_report, not_opened, quick_report

@@ -1,8 +1,12 @@
-"""A checkpoint with files that other ranks see: headers and module states come from these ranks.
+"""A checkpoint with files that other ranks see: these ranks read and send headers, module states and payload.
 
 A rank that sees a file parses its header and records the ranges that parsing took; the rank that asked parses the same
 from these. Content from another rank is checked like the content of a local file. Of a module states file, another rank
 also reads and sends the bytes that DeepSpeed reads.
+
+Payload is read once by a rank that sees it, sent, and written as the plan says. Every rank asks the readers of its
+files for byte ranges and serves the requests of others. The requests to one reader are one stream, row after row, in
+the rounds of ``exchange_rows``; its buffers are all the memory that this needs.
 """
 
 from __future__ import annotations
@@ -16,23 +20,35 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import torch
 
+from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.tag_files import parse_rank_file
+from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
+from zeroelastic.deepspeed.fill import FillJob, RowStreams
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.node_local.payload import LoadCost
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.errors import CheckpointError
-from zeroelastic.executors.dispatch import CopyTable, Executor, host_executor, read_segments
+from zeroelastic.executors.dispatch import (
+    CopyTable,
+    Executor,
+    Ranges,
+    copy_segments,
+    host_executor,
+    read_segments,
+    sum_segments,
+)
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import Blocks, open_blocks
 
-Ranges = Sequence[tuple[int, bytes]]
+Pieces = Sequence[tuple[int, bytes]]
 """(offset, bytes) of a file."""
 
 
@@ -56,7 +72,7 @@ def recording(path: FilePath, size: int | None = None) -> Iterator[tuple[Blocks,
             yield file, ranges
 
 
-def joined(ranges: Ranges) -> Ranges:
+def joined(ranges: Pieces) -> Pieces:
     """Join ranges: each byte once, in ranges that neither overlap nor touch, ascending."""
     merged: list[tuple[int, bytearray]] = []
     for offset, data in sorted(ranges, key=lambda one: one[0]):
@@ -71,7 +87,7 @@ def joined(ranges: Ranges) -> Ranges:
 class ReceivedFile(Blocks):
     """A file of ``size`` bytes of which only some ranges are here, ``joined``; reading it costs no bytes of a disk."""
 
-    def __init__(self, path: FilePath, size: int, ranges: Ranges) -> None:
+    def __init__(self, path: FilePath, size: int, ranges: Pieces) -> None:
         self.path, self.size, self.bytes_read = path, size, 0
         self._starts = [offset for offset, _ in ranges]
         self._ranges = ranges
@@ -97,7 +113,7 @@ class _Headers:
     """The headers of a checkpoint that this rank reads, for itself and for others, each once; by file name."""
 
     own: Checkpoint
-    recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
+    recorded: dict[str, tuple[int, Pieces]] = field(default_factory=dict)
 
     def read(self, name: str) -> None:
         """Parse a header now, wherever the file is, in such a way that it can be sent to others. Collective."""
@@ -283,3 +299,107 @@ def _without_params(model: ModuleHeader) -> tuple[Int64Array, Int64Array, Int64A
         ranges.append((at, model.size - at))
     offset, nbytes = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
     return offset, nbytes, np.cumsum(nbytes) - nbytes
+
+
+@dataclass(slots=True)
+class LoadCost:
+    """The cost of a load to this rank so far; ``header_bytes`` are all bytes read but payload."""
+
+    bytes_owned: int = 0
+    bytes_read: int = 0
+    header_bytes: int = 0
+    files: set[FilePath] = field(default_factory=set)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+def fill_from_others(checkpoint: Checkpoint, filled: Sequence[FillJob], cost: LoadCost) -> None:
+    """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
+
+    Raises the same error on every rank. Adds the digests as ``fill`` does, and what it took, also to read for other
+    ranks, to ``cost``.
+    """
+    executor = filled[0].executor
+    inventory = checkpoint.inventory
+    names = sorted(inventory.readers_of)  # a number for each that means the same on every rank
+    numbers = {name: number for number, name in enumerate(names)}
+    paths = tuple(checkpoint.tag_dir / name for name in names)
+    tables: list[Int64Array] = [np.empty((0, 4), dtype=np.int64)]  # number of the file, offset, nbytes, reader
+    first_row = [0]
+    for one in filled:
+        unread = one.unread
+        count = 0 if unread is None else unread.num_rows
+        if unread is not None and count:
+            file = np.array([numbers[path.name] for path in unread.paths], dtype=np.int64)
+            reader = np.array([inventory.reader(path.name, inventory.rank) for path in unread.paths], dtype=np.int64)
+            columns = (file[unread.file], unread.file_offset, unread.nbytes, reader[unread.file])
+            tables.append(np.stack(columns, axis=1))
+        first_row.append(first_row[-1] + count)
+
+    def read(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> None:
+        """Read what other ranks want; a range that several ask for is read once."""
+        file, offset, nbytes, at = asked[:, 0], asked[:, 1] + parts.skip, parts.nbytes, parts.at
+        _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
+        same = same.reshape(-1)
+        table = CopyTable(file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
+        result = read_segments(table, paths, [buffer], executor=host_executor(executor))
+        for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
+            source, count = int(at[first[same[i]]]), int(nbytes[i])
+            buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
+        cost.bytes_read += result.bytes_read
+        cost.files |= {*result.files}
+
+    def put(arrived: Arrived, buffer: RoundBuffer) -> None:
+        owner = np.searchsorted(first_row, arrived.row, side="right") - 1
+        for number in np.unique(owner).tolist():
+            here = owner == number
+            some = Arrived(*(column[here] for column in arrived))
+            part = filled[number]
+            assert part.unread is not None
+            row = some.row - first_row[number]
+            rows = part.unread.take(row)
+            pieces = rows.pieces(np.arange(len(row)), some.skip // rows.itemsize, some.nbytes // rows.itemsize)
+            _put(part, pieces, some.at, buffer)
+            is_cast = np.array([target.cast for target in part.targets], dtype=bool)[pieces.target]
+            cast, read = np.flatnonzero(is_cast), np.flatnonzero(part.digest & ~is_cast)
+            if len(cast):
+                streams, totals = _digest(part, pieces.take(cast), some.at[cast], buffer)
+                streams.add_cast(totals, part.cast_digests)
+            if len(read):
+                streams, totals = _digest(part, pieces.take(read), some.at[read], buffer)
+                streams.add_read(totals, part.read_digests)
+
+    rows = np.concatenate(tables)
+    # Where a host engine is named, it moves what arrives; nothing of ours moves a GPU's memory then.
+    filled_there = () if executor in ("numpy", "native") else (t.tensor for part in filled for t in part.targets)
+    taken_on = device_of(filled_there)
+    moved = all_or_raise(lambda: exchange_rows(rows[:, :3], rows[:, 3], read, put, taken_on=taken_on))
+    cost.bytes_sent += moved.sent
+    cost.bytes_received += moved.received
+
+
+def _put(part: FillJob, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> None:
+    """Copy bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
+    values = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+    direct = np.array([each.in_place and each.tensor.device == values.device for each in part.targets], dtype=bool)
+    quick = np.flatnonzero(direct[pieces.target])
+    members, dst = np.unique(pieces.target[quick], return_inverse=True)
+    begin = pieces.target_offset[quick] * pieces.itemsize[quick]
+    copy_segments(
+        CopyTable(np.zeros_like(quick), at[quick], dst.reshape(-1), begin, pieces.nbytes[quick]),
+        [buffer],
+        [part.targets[t].tensor for t in members.tolist()],
+        executor=host_executor(part.executor) if isinstance(buffer, np.ndarray) else part.executor,
+    )
+    for i in np.flatnonzero(~direct[pieces.target]).tolist():
+        target, place = part.targets[int(pieces.target[i])], int(pieces.target_offset[i])
+        data = values[int(at[i]) : int(at[i] + pieces.nbytes[i])].view(getattr(torch, target.dtype))
+        target.tensor[place : place + len(data)].copy_(data)
+
+
+def _digest(part: FillJob, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
+    """Digest pieces, each of which is at ``at`` in a buffer, and return the streams that they belong to."""
+    streams = RowStreams.of(part.plan, pieces, part.targets)
+    totals = sum_segments(Ranges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
+    assert totals is not None
+    return streams, totals
