@@ -29,7 +29,7 @@ from report import REPOSITORY, describe, machine, table, write_results
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-from nodes import Nodes, can_mount, mount_disk  # noqa: E402
+from saves import Nodes, can_mount, mount_disk  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
 from zeroelastic.elastic import resume  # noqa: E402

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 if TYPE_CHECKING:
-    from s3_server import S3Server
+    from stores import S3Server
 
     from zeroelastic.testing import RankPool
 
@@ -137,7 +137,7 @@ def topology_pool(rank_pool: RankPool) -> RankPool:
 @pytest.fixture(scope="session")
 def mounts() -> None:
     """Skips a test where a process may have no mounts of its own."""
-    from nodes import MOUNTS_NEED, can_mount
+    from saves import MOUNTS_NEED, can_mount
 
     if not can_mount():
         pytest.skip(MOUNTS_NEED)
@@ -146,7 +146,7 @@ def mounts() -> None:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
     """A server of object storage on this machine."""
-    from s3_server import serve_s3
+    from stores import serve_s3
 
     with serve_s3() as server:
         yield server
@@ -155,7 +155,7 @@ def s3() -> Iterator[S3Server]:
 @pytest.fixture
 def calm(s3: S3Server) -> Iterator[S3Server]:
     """The server, without faults before and after."""
-    from s3_server import forget_clients
+    from stores import forget_clients
 
     s3.requests.clear()
     yield s3

@@ -1,19 +1,32 @@
-"""Programs of their own, as tests run them: how one ended and what it printed; and the sources to build one."""
+"""Programs as tests run them: the command line in this process, others in processes of their own, and their sources.
+
+That a command also works as a program of its own is what tests/cli/test_cli.py shows, once for each verb.
+"""
 
 from __future__ import annotations
 
 import atexit
+import io
+import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from places import ROOT
+from typer.testing import CliRunner
+
+from zeroelastic.cli.app import VERBS, app
+from zeroelastic.cli.documents import check
 
 
 def run_program(
@@ -73,30 +86,121 @@ def copy_sources(target: Path) -> Path:
     return target
 
 
-def run_benchmark(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script of benchmarks/ with these arguments."""
-    path = os.pathsep.join([os.fspath(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return run_program(sys.executable, f"benchmarks/{script}", *arguments, cwd=ROOT, timeout=400, PYTHONPATH=path)
+ARGUMENTS = {
+    "inspect": (),
+    "verify": (),
+    "plan": ("--world-size", "3"),
+    "reshard": ("{dst}", "--world-size", "3"),
+    "diff": ("{good}",),
+    "export": ("{dst}",),
+    "convert": ("{dst}", "--to", "fsdp2"),
+    "latest": (),
+    "prune": ("--keep", "1", "--dry-run"),
+}
+"""What each verb that reads a checkpoint needs beside it: ``dst`` is to be made, ``good`` another checkpoint."""
 
 
-class Environment:
-    """A virtual environment, used from a directory outside of the repository, without settings of Python's or ours."""
+_WIDE = {"COLUMNS": str(1 << 20)}
 
-    def __init__(self, folder: Path, *options: str, **env: str) -> None:
-        self.folder, self.work = folder / "venv", folder / "work"
-        self.work.mkdir()
-        left_out = ("PYTHON", "COVERAGE", "ZEROELASTIC")
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | env
-        self.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-        subprocess.run([sys.executable, "-m", "venv", *options, self.folder], env=self.env, timeout=120, check=True)
-        (self.site,) = self.folder.glob("lib/python*/site-packages")
 
-    def run(self, program: str, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [str(self.folder / "bin" / program), *map(str, arguments)]
-        env = {**self.env, **env}
-        return subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True, timeout=300, check=False)
+@dataclass(frozen=True)
+class Done:
+    """The part of subprocess.CompletedProcess that tests look at."""
 
-    def output(self, program: str, *arguments: object, **env: str) -> str:
-        done = self.run(program, *arguments, **env)
-        assert done.returncode == 0, f"{program} {arguments}\n{done.stdout}{done.stderr}"
-        return done.stdout
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
+    """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment.
+
+    Lines are as long as they are where there is no terminal, unless ``env`` has COLUMNS: a test depends neither on the
+    terminal nor on the environment variables of the shell. A document of ``--json`` is held to its schema.
+    """
+    before = Path.cwd()
+    os.chdir(cwd or before)
+    try:
+        result = CliRunner().invoke(app, [*map(str, arguments)], env={**_WIDE, **(env or {})}, prog_name="zeroelastic")
+    finally:
+        os.chdir(before)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if "--json" in arguments and result.stdout:
+        found = check(str(next(word for word in arguments if word in VERBS)), result.stdout)
+        assert found.ok == (result.exit_code == 0)
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def launched(arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> Done:
+    """``python -m zeroelastic.run`` with these arguments, in this process, which is to be one of a rank."""
+    from zeroelastic.run import main
+
+    os.environ.update(env)
+    logging.getLogger("zeroelastic").setLevel(logging.DEBUG)
+    os.chdir(cwd or Path.cwd())
+    status, shown, said = 0, io.StringIO(), io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(said):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return Done(status, shown.getvalue(), said.getvalue())
+
+
+def no_result(stdout: str) -> bool:
+    """Whether a verb has printed nothing, or under ``--json`` the document of a failure."""
+    return not stdout or set(json.loads(stdout)) == {"schema_version", "ok", "error"}
+
+
+def peak_memory(*arguments: object) -> int:
+    """The most memory in bytes that ``zeroelastic`` with these arguments has in a process of its own, by the kernel."""
+    script = (
+        "import resource, sys; from zeroelastic.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    # A shell between: the peak of a process that was forked from this one begins with this one's.
+    command = ["/bin/sh", "-c", '"$@"', "sh", sys.executable, "-c", script, *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+    return int(done.stdout.split()[-1]) * 1024
+
+
+# What a process says that torch ends when the script is done: a gloo thread that still holds a tensor asks for the
+# interpreter when there is none any more. Rare, and the same without zeroelastic; such a command is run once more.
+ABORT_AT_EXIT = "terminate called without an active exception"
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+
+def blocks(document: str) -> list[Block]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [Block(language, text) for language, text in found]
+
+
+def documented_keys(verb: str) -> set[str]:
+    """The keys whose meaning stands in the schema of the document that a verb prints with --json."""
+    meanings: dict[str, dict[str, str]] = json.loads((ROOT / "docs/tools/keys.json").read_text())
+    assert all(meanings[verb].values())
+    return set(meanings[verb])
+
+
+def run_as_written(arguments: list[str], directory: Path, *, python: str) -> str:
+    """What ``python`` with these arguments prints, and with the same for the ranks that it starts."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHON_EXEC"] = python
+    command = [python, *arguments]
+    for _ in range(2):
+        result = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if result.returncode == 0 or ABORT_AT_EXIT not in result.stderr:
+            break
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout

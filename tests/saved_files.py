@@ -1,10 +1,17 @@
-"""What a save left behind: the files of a directory, and what a process logs."""
+"""What code leaves behind and takes: the files of a save; what a process logs, the files it opens, its memory."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
 from zeroelastic.io.paths import FilePath
@@ -83,3 +90,82 @@ def swap(one: Path, other: Path) -> None:
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(data)
+
+
+def state_bytes(directory: Path) -> int:
+    """Bytes of state, padding excluded, from the commit record alone."""
+
+    record = record_of(next(directory.glob("global_step*")))
+    width = {"float32": 4, "bfloat16": 2}
+    return sum(
+        content.param.numel * width[dtype] for content in record.contents() for dtype, _ in content.tensors.values()
+    )
+
+
+def watch_opens() -> list[str]:
+    """A list that every open of this process is appended to from now on."""
+    opened: list[str] = []
+    sys.addaudithook(
+        lambda event, arguments: (
+            opened.append(arguments[0]) if event == "open" and isinstance(arguments[0], str) else None
+        )
+    )
+    return opened
+
+
+class Opens:
+    """Calls an action before this thread opens the n-th file below a directory, and counts the opens."""
+
+    def __init__(self) -> None:
+        self.directory, self.at, self.count = "", -2, 0
+        self.action: Callable[[], object] = lambda: None
+        self.thread = threading.get_ident()
+        sys.addaudithook(self._hook)
+
+    def arm(self, directory: Path, at: int, action: Callable[[], object]) -> None:
+        """Count from here; at -1 nothing is done."""
+        self.directory, self.at, self.count, self.action = str(directory), at, 0, action
+
+    def stop(self) -> None:
+        self.at = -2
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.at < -1 or event != "open" or threading.get_ident() != self.thread:
+            return
+        if isinstance(arguments[0], str) and arguments[0].startswith(self.directory):
+            self.count += 1
+            if self.count - 1 == self.at:
+                self.stop()  # opens of the action do not count
+                self.action()
+
+
+def process_status(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+MOST_BYTES = 128 << 20
+MOST_SECONDS = 20
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """What runs in it takes little memory and little of the processor's time."""
+
+    def too_long(number: int, frame: object) -> None:
+        raise TimeoutError(f"took more than {MOST_SECONDS} s")
+
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < MOST_BYTES

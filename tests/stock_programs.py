@@ -1,29 +1,41 @@
-"""Programs of DeepSpeed, and jobs without zeroelastic, in processes of their own."""
+"""Programs of DeepSpeed, and jobs without zeroelastic, in processes of their own.
+
+Run by torchrun, this file is such a job, in which zeroelastic cannot be imported:
+
+    torchrun --nproc_per_node M tests/stock_programs.py DIRECTORY OUT JOB
+
+It loads DIRECTORY, and writes what rank 0 sees and the losses of the steps that follow to OUT as JSON.
+"""
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import json
+import os
+import runpy
 import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from places import TESTS
-from programs import run_program
+from places import ROOT, TESTS
 from warm_python import executable
 
 
 def resume_on_stock(directory: Path, scratch: Path, world_size: int, changes: Mapping[str, object]) -> dict[str, Any]:
-    """What ``stock_resume.py``, in which zeroelastic cannot be imported, sees after its load of ``directory``.
+    """What this file, run as a job, sees after its load of ``directory``.
 
     ``changes`` are those of the job (training.Job); ``scratch`` is an existing directory.
     """
     python, seen = executable(), scratch / "seen.json"
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    command += [str(TESTS / "stock_resume.py"), str(directory), str(seen), json.dumps(changes)]
-    done = run_program(*command, cwd=scratch, timeout=280, PYTHONPATH=str(TESTS), PYTHON_EXEC=python)
+    command += [__file__, str(directory), str(seen), json.dumps(changes)]
+    env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python}
+    done = subprocess.run(command, cwd=scratch, timeout=280, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
     found: dict[str, Any] = json.loads(seen.read_text())
     return found
@@ -68,3 +80,71 @@ torch.save(merged, target)
     merged = torch.load(scratch / "merged.bin", weights_only=True)
     assert len(merged) == len(directories)
     return merged
+
+
+class NotHere(importlib.abc.MetaPathFinder):
+    """zeroelastic is not installed."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] == "zeroelastic":
+            raise ImportError(f"{name} is not installed")
+
+
+def main(directory: str, out: str, changes: dict[str, Any]) -> None:
+    sys.meta_path.insert(0, NotHere())
+    import deepspeed
+    from training import (
+        Job,
+        build_model,
+        build_optimizer,
+        ds_config,
+        gathered,
+        stepped_params,
+        sub_group_steps,
+        train_step,
+    )
+
+    assert not any(name.startswith("zeroelastic") for name in sys.modules)
+    try:
+        importlib.util.find_spec("zeroelastic")
+        raise AssertionError("zeroelastic can be imported")
+    except ImportError:
+        pass
+    job = Job(installed=False, **changes)
+    model = build_model(job)
+    optimizer = build_optimizer(job, model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
+    path, client_state = engine.load_checkpoint(directory)
+    assert path is not None
+    if job.stage == 0:
+        steps = [float(scalars["step"]) for _, _, _, scalars in stepped_params(engine)]
+        distinct = len(steps)
+    else:
+        steps, distinct = sub_group_steps(engine)
+    # A module that imports nothing of zeroelastic, read by its path.
+    gather = runpy.run_path(str(ROOT / "zeroelastic/testing/state.py"))["gather_state"]
+    seen = {
+        "gathered": gathered(engine, gather(engine) if job.stage else None),
+        "groups": [
+            {key: value for key, value in group.items() if key != "params" and isinstance(value, (int, float, list))}
+            for group in engine.optimizer.optimizer.param_groups
+        ],
+        "steps": steps,
+        "distinct_steps": distinct,
+        "buffers": {name: value.tolist() for name, value in engine.module.named_buffers()},
+        "global_steps": engine.global_steps,
+        "scheduler": engine.lr_scheduler.last_epoch,
+        "note": client_state["note"],
+        "losses": [train_step(engine, step) for step in range(3, 5)],
+    }
+    if torch.distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps(seen))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch with gloo now and then aborts at an interpreter's exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: files as DeepSpeed's stage 3 and zeroelastic write them, for any world size and parameters.
+"""Checkpoints written by hand: as DeepSpeed's stage 3 and zeroelastic write them, and DCP directories of any chunks.
 
     truth = write_checkpoint(tag_dir, world_size=3, groups=[[Param("w", (5, 4))], [Param("b", (5,))]])
     assert gather(open_checkpoint(tag_dir)) == truth
@@ -10,12 +10,17 @@ the arithmetic of zeroelastic.core.layout. Padding is NaN or 255, so that whoeve
 from __future__ import annotations
 
 import hashlib
+import inspect
+import io
+import math
+import pickle
 import re
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +34,9 @@ from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 Truth = dict[str, dict[str, tuple[str, bytes]]]
 
@@ -336,3 +344,195 @@ def make_tag(root: Path, world_size: int, **options: Any) -> Truth:
         believe_sizes(root / "tag")
     (root / "latest").write_text("tag")
     return truth
+
+
+Box = Sequence[tuple[int, int]]
+"""The beginning and the size of a chunk in each dimension."""
+
+
+def rows(shape: Sequence[int], world_size: int) -> list[Box]:
+    """The chunks of FSDP2, empty ones included: dimension 0 as ``torch.chunk`` cuts it."""
+    count = -(-shape[0] // world_size)
+    begins = [min(rank * count, shape[0]) for rank in range(world_size)]
+    sizes = [min(count, shape[0] - begin) for begin in begins]
+    return [[(begin, size), *((0, n) for n in shape[1:])] for begin, size in zip(begins, sizes, strict=True)]
+
+
+def grid(shape: Sequence[int], over: Sequence[int]) -> list[Box]:
+    """The chunks of a mesh of as many dimensions as ``over`` has: FSDP2 over tensor parallelism."""
+    boxes: list[Box] = [[]]
+    for size, parts in zip(shape, over, strict=True):
+        along = [chunk[0] for chunk in rows([size], parts) if chunk[0][1]]
+        boxes = [[*box, piece] for box in boxes for piece in along]
+    return boxes
+
+
+def write_dcp(
+    folder: Path,
+    tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]],
+    objects: Mapping[str, Any] | None = None,
+    *,
+    change: Callable[[Metadata], object] = lambda metadata: None,
+) -> Metadata:
+    """Write a DCP directory: every tensor in its chunks, those of one number in a file of their own."""
+    from torch.distributed.checkpoint import metadata as dcp  # takes seconds to import
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    folder.mkdir(parents=True)
+    files: dict[str, io.BytesIO] = {}
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Any] = {}
+
+    def store(index: MetadataIndex, name: str, value: Any) -> None:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        file = files.setdefault(name, io.BytesIO())
+        stored[index] = _StorageInfo(name, file.tell(), len(buffer.getvalue()))
+        file.write(buffer.getvalue())
+
+    for key, (tensor, boxes) in tensors.items():
+        chunks = [
+            dcp.ChunkStorageMetadata(torch.Size([begin for begin, _ in box]), torch.Size([size for _, size in box]))
+            for box in boxes
+        ]
+        described[key] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties.create_from_tensor(tensor.detach()), tensor.shape, chunks
+        )
+        for rank, (box, chunk) in enumerate(zip(boxes, chunks, strict=True)):
+            piece = tensor[tuple(slice(begin, begin + size) for begin, size in box)] if box else tensor
+            store(dcp.MetadataIndex(key, chunk.offsets, rank), f"__{rank}_0.distcp", piece.clone().contiguous())
+    for key, value in (objects or {}).items():
+        described[key] = dcp.BytesStorageMetadata()
+        store(dcp.MetadataIndex(key), "__0_0.distcp", value)
+    for name, file in files.items():
+        (folder / name).write_bytes(file.getvalue())
+    metadata = dcp.Metadata(described, storage_data=stored, storage_meta=dcp.StorageMeta(folder))
+    change(metadata)
+    write_table(folder, metadata)
+    return metadata
+
+
+def write_table(folder: Path, metadata: object) -> None:
+    """Replace the table of a DCP directory."""
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def job_state(
+    shapes: Mapping[str, Sequence[int]],
+    cut: Callable[[Sequence[int]], Sequence[Box]],
+    *,
+    model: str = "model.",
+    optim: str = "optim.",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[dict[str, tuple[torch.Tensor, Sequence[Box]]], dict[str, Any]]:
+    """What a job with AdamW saves, nested: tensors with their chunks, and objects."""
+    generator = torch.Generator().manual_seed(7)
+    tensors: dict[str, tuple[torch.Tensor, Sequence[Box]]] = {}
+    for name, shape in shapes.items():
+        boxes = cut(shape) if shape else [[]]
+        tensors[f"{model}{name}"] = torch.randn(tuple(shape), generator=generator).to(dtype), boxes
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{optim}state.{name}.{key}"] = torch.randn(tuple(shape), generator=generator).to(dtype), boxes
+        tensors[f"{optim}state.{name}.step"] = torch.tensor(5.0), [[]]
+    group = {"lr": 0.25, "betas": (0.9, 0.95), "weight_decay": 0.5, "params": list(shapes)}
+    return tensors, {f"{optim}param_groups.0.{key}": value for key, value in group.items()}
+
+
+def load_alone(state: dict[str, Any], folder: Path) -> None:
+    """torch's own load in this process alone, which torch 2.6 does where there are no process groups."""
+    import torch.distributed.checkpoint as dcp
+
+    alone = {"no_dist": True} if "no_dist" in inspect.signature(dcp.load).parameters else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+        dcp.load(state, checkpoint_id=folder, **alone)
+
+
+def read_dcp(folder: Path) -> dict[str, object]:
+    """What is in a directory, loaded into empty tensors of the shapes and dtypes that its table states."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    table = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, object] = {
+        key: torch.empty(found.size, dtype=found.properties.dtype) if isinstance(found, TensorStorageMetadata) else None
+        for key, found in table.items()
+    }
+    load_alone(state, folder)
+    return state
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def buffers() -> dict[str, torch.Tensor]:
+    """Every kind of buffer that a module may have."""
+    made = {str(dtype): torch.linspace(-3, 3e4, 11, dtype=torch.float64).to(dtype) for dtype in FLOATS}
+    made |= {
+        "count": torch.tensor(7),
+        "causal": torch.tensor([[True, False, True], [False, False, True]]),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "transposed": torch.arange(12, dtype=torch.float32).view(3, 4).t(),
+        "narrow half": torch.arange(24, dtype=torch.bfloat16).view(4, 6)[1:3, ::2],
+        "expanded": torch.tensor([1.5, -2.5]).expand(3, 2),
+        "nothing": torch.empty(0, 4),
+    }
+    return made
+
+
+TIES = {"head": "w", "head again": "head", "lookup": "embedding", "counter": "count"}
+
+
+def add_to_model(tag_dir: Path, world_size: int, ties: dict[str, str] | None = None) -> None:
+    """Buffers and tied names, as DeepSpeed writes them: the ties in rank 0's file only."""
+    for rank in range(world_size):
+
+        def change(data: dict[str, Any], rank: int = rank) -> None:
+            data["module"].update(buffers())
+            data["buffer_names"] = list(buffers())
+            data["shared_params"] = (TIES if ties is None else ties) if rank == 0 else {}
+
+        edit(tag_dir / model_name(rank), change)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and raw(left) == raw(right)
+
+
+def plain(value: Any) -> Any:
+    """A value of a file such that == compares it, tensors by their bits, shapes and requires_grad."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), tuple(value.shape), value.requires_grad, raw(value))
+    if isinstance(value, dict):
+        return (type(value).__name__, [(key, plain(item)) for key, item in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, [plain(item) for item in value])
+    return (type(value).__name__, plain(vars(value))) if hasattr(value, "cur_scale") else value
+
+
+def filled(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of arbitrary bits; of bool, of its two values; of wide floats, of numbers whose squares they hold."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in ("float32", "float64", "complex64", "complex128"):
+        return torch.randn(shape, generator=generator, dtype=getattr(torch, dtype))
+    nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    bits = torch.randint(0, 2 if dtype == "bool" else 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    return bits.view(getattr(torch, dtype)).view(shape)
+
+
+def _is_saved(dtype: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.save(filled(dtype, (3,)), io.BytesIO())
+        except (KeyError, RuntimeError, NotImplementedError):
+            return False
+    return True
+
+
+SAVED_DTYPES = tuple(
+    dtype
+    for dtype in sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
+    if not dtype.startswith("q") and _is_saved(dtype)
+)
+"""Every dtype whose tensors torch.save writes, but for the quantized ones, whose tensors have scales too."""

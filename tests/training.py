@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from optimizers import OTHER_OPTIMIZERS
-from stage_0 import gathered_at_stage_0
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
 VOCABULARY = 50
@@ -438,3 +437,65 @@ def attempt_each(job: Job, directories: Sequence[str], **load: Any) -> list[tupl
         found.append(raised(partial(engine.load_checkpoint, directory, **load)))
         assert not found[-1][0] or look(engine)[0] == before, "a load that was refused changed the live state"
     return found
+
+
+def stepped_params(engine: Any) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor], dict[str, Any]]]:
+    """Each trained parameter, the number of its group, its tensors in its shape ("fp32" first), its scalars.
+
+    Of an engine without ZeRO. DeepSpeed's own classes for 16 bits keep float32 copies of the weights, one by one
+    (FP16_UnfusedOptimizer) or in a flat buffer for each group (FP16_Optimizer).
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        for number, (weights, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+            tensors, scalars = _split(flat, optimizer.optimizer.state[flat])
+            begin = 0
+            for weight in weights:
+                own = {key: value[begin : begin + weight.numel()] for key, value in tensors.items()}
+                yield weight, number, {key: value.view(weight.shape) for key, value in own.items()}, scalars
+                begin += weight.numel()
+            assert begin == flat.numel()
+        return
+    groups = [group["params"] for group in optimizer.param_groups]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for number, masters in enumerate(groups):
+        weights = optimizer.fp16_groups[number] if hasattr(optimizer, "fp16_groups") else masters
+        for weight, master in zip(weights, masters, strict=True):
+            yield weight, number, *_split(master, inner.state.get(master, {}))
+
+
+def _split(master: torch.Tensor, state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors, scalars = {"fp32": master}, {}
+    for key, value in state.items():
+        if torch.is_tensor(value) and value.shape == master.shape:
+            tensors[key] = value
+        else:
+            scalars[key] = value.item() if torch.is_tensor(value) else value
+    return tensors, scalars
+
+
+def gathered_at_stage_0(engine: Any) -> dict[str, str]:
+    """As ``gathered``, for an engine without ZeRO, of which every rank has everything."""
+    names = {param: name for name, param in engine.module.named_parameters()}
+    found: dict[str, str] = {}
+    for weight, _, tensors, _ in stepped_params(engine):
+        for key, value in tensors.items():
+            found[f"{names[weight]}/{key}"] = _hashed(value)
+    return found
+
+
+WIDE = 512
+
+
+def build_wide(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3, width: int = WIDE) -> Any:
+    """About 2 M parameters by default, so that headers hide nothing; with ``frozen``, half of them are not trained."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, width) for _ in range(8)] + [torch.nn.Linear(width, 3)]
+    model = torch.nn.Sequential(*layers)
+    if frozen:
+        for layer in layers[:4]:
+            for param in layer.parameters():
+                param.requires_grad = False
+    zero = {"stage": stage, "elastic_checkpoint": elastic, "sub_group_size": 300_000}
+    options = {"io_engine": executor}
+    return initialize(model, zero, train_batch_size=12, bf16={"enabled": True}, zeroelastic=options)

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import topologies
 import torch
-from bounded import bounded
-from commands import ARGUMENTS
-from saved_files import swap
+from programs import ARGUMENTS
+from saved_files import bounded, swap
 from synthetic import edit
 from topologies import TopologyJob
 from typer.testing import CliRunner

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run_command
 from places import GOLDEN
+from programs import run_command
 from synthetic import edit
 
 import zeroelastic

@@ -13,18 +13,22 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import run_command
-from documentation import documented_keys, verb_section
 from hypothesis import given
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
-from programs import run_program, run_python
+from programs import documented_keys, run_command, run_program, run_python
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
 from zeroelastic.cli import app
 from zeroelastic.cli.documents import DOCUMENTS
 from zeroelastic.verbs.report import SCHEMA_VERSION
+
+
+def verb_section(verb: str) -> str:
+    """What the page of the command line says of a verb."""
+    return (ROOT / "docs/reference/cli.md").read_text().split(f"\n## {verb}\n")[1].split("\n## ")[0]
+
 
 VERBS = sorted(app.VERBS)
 

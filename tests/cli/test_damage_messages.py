@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import run_command
 from misuse_cases import says_what_to_do
 from places import ROOT
+from programs import run_command
 from sample import write_sample
 from saved_files import flip as flip_bit
 

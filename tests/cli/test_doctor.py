@@ -19,9 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from documentation import documented_keys
 from places import ROOT
-from programs import is_running, run_python, wait_for
+from programs import documented_keys, is_running, run_python, wait_for
 
 import zeroelastic
 from zeroelastic.cli.doctor import Component, _ask, compiled_ops, diagnose

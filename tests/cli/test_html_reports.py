@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from commands import run_command
+from programs import run_command
 from sample import write_sample
 from saved_files import flip
 from synthetic import optim_name, write_checkpoint

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import run_command
 from places import GOLDEN
+from programs import run_command
 
 import zeroelastic
 

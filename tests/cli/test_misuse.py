@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import no_result, run_command
 from misuse_cases import OTHERS, Misuse, cases, says_what_to_do
 from places import ROOT
+from programs import no_result, run_command
 from sample import write_sample
 from stock_programs import make_universal
 

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from commands import run_command
+from programs import run_command
 from rich.console import Console
 from sample import write_sample
 

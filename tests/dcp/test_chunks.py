@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counted import CountedFileSystem, counted, put
-from dcp_writers import Box, grid, job_state, rows, write_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stores import CountedFileSystem, counted, put
+from synthetic import Box, grid, job_state, rows, write_dcp
 
 from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.layout import unpacked_layout

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dcp_writers import job_state, rows, write_dcp, write_table
 from places import GOLDEN
+from synthetic import job_state, rows, write_dcp, write_table
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from zeroelastic.dcp.metadata import read_metadata

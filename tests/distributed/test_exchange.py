@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engines import Engine
-from fake_gpu import open_fake_gpu, to_fake_gpu
+from engines import Engine, open_fake_gpu, to_fake_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

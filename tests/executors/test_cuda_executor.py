@@ -19,9 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from engines import Engine, open_engine
-from executor_cases import segment
-from fake_gpu import open_fake_gpu, to_fake_gpu
+from engines import Engine, open_engine, open_fake_gpu, segment, to_fake_gpu
 from programs import copy_sources, run_program
 
 from zeroelastic.checkpoint.extents import TensorExtents, TensorSlot, extent_windows

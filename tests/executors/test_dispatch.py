@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import Engine, open_engine
-from executor_cases import (
+from engines import (
     DTYPES,
     UNTOUCHED,
+    Engine,
     cases,
     checksums,
     convert,
     expected,
+    open_engine,
     patterns,
     ranges,
     run_case,

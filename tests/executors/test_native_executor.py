@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import Engine
-from executor_cases import DTYPES, UNTOUCHED, Case, cases, convert, expected, patterns, run_case, segment
+from engines import DTYPES, UNTOUCHED, Case, Engine, cases, convert, expected, patterns, run_case, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import REPOSITORY, Engine
-from executor_cases import ranges, segment
+from engines import REPOSITORY, Engine, ranges, segment
 
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.build_info import describe_build

@@ -5,6 +5,7 @@ Lightning runs on CPUs with the accelerator of examples/lightning.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from documentation import blocks, zero_block
-from documentation import run as run_command
 from frameworks_job import (
     OFFLOADED,
     PRELOAD,
@@ -33,6 +32,8 @@ from frameworks_job import (
     run_script,
 )
 from places import ROOT
+from programs import blocks
+from programs import run_as_written as run_command
 from warm_python import executable
 
 import zeroelastic
@@ -40,6 +41,14 @@ from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
+
+
+def zero_block(document: str) -> dict[str, object]:
+    """``zero_optimization`` in the only JSON block of a page."""
+    (text,) = [block.text for block in blocks(document) if block.language == "json"]
+    zero: dict[str, object] = json.loads(text)["zero_optimization"]
+    return zero
+
 
 EXAMPLES = ROOT / "examples"
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")

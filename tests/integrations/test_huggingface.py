@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from documentation import run
 from places import ROOT
+from programs import run_as_written
 from saved_files import logged
 from trainer_job import (
     GLOBAL_BATCH,
@@ -589,7 +589,7 @@ def test_another_value_of_the_variable_is_an_error(monkeypatch):
 def torchrun(world_size: int, *command: str) -> str:
     """What a launch on this machine alone prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    return run([*launcher, *command], ROOT, python=executable(*LIBRARIES))
+    return run_as_written([*launcher, *command], ROOT, python=executable(*LIBRARIES))
 
 
 @pytest.mark.extended

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from boundaries import distinct
-from torn_jobs import FIRST, LAST, SECOND, Case, Run, another_trainer, resume, save_twice
+from torn_jobs import FIRST, LAST, SECOND, Case, Run, another_trainer, distinct, resume, save_twice
 
 from zeroelastic.testing import RankError, RankPool, compare_states
 

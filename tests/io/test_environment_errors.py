@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import no_result
+from programs import no_result
 from sample import write_sample
 from typer.testing import CliRunner
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from commands import run_command
 from places import TESTS
-from programs import run_python
+from programs import run_command, run_python
 from sample import write_sample
 from saved_files import record_of
 from training import Job, build_engine, train_step

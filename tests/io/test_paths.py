@@ -8,8 +8,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from counted import counted
 from places import GOLDEN
+from stores import counted
 
 from zeroelastic.errors import UnreadableError, UsageError
 from zeroelastic.io.paths import absolute, as_path

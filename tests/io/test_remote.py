@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from counted import CountedFileSystem, counted, forget, put
-from executor_cases import Case, cases, checksums, expected, ranges, segment, shuffled, untouched_files, write_files
+from engines import Case, cases, checksums, expected, ranges, segment, shuffled, untouched_files, write_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
 from programs import run_python
-from s3_server import BUCKET, S3Server, forget_clients, serve_s3
+from stores import BUCKET, CountedFileSystem, S3Server, counted, forget, forget_clients, put, serve_s3
 from synthetic import gather, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import FlexibleChecksumError
-from counted import CountedFileSystem, counted, put
+from stores import CountedFileSystem, counted, put
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.io.objects import put_object, remove_objects, sizes_below

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import fsspec
 import pytest
-from counted import CountedFileSystem, counted, forget, put, upload
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stores import CountedFileSystem, counted, forget, put, upload
 from synthetic import gather, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint

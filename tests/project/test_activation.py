@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import Environment
 from places import ROOT
-from programs import Environment
 
 import zeroelastic
 from zeroelastic import ConfigError, activation

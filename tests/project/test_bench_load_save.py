@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_once import made_once
-from programs import run_benchmark
+from environments import made_once, run_benchmark
 
 from zeroelastic.executors.dispatch import describe_build
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import REPOSITORY
-from programs import run_benchmark
+from environments import run_benchmark
 from support_table import COLLECTED
 from warm_python import executable
 
@@ -62,7 +62,7 @@ def test_the_benchmarks_of_a_gpu_run_on_the_fake_one(
     """They check what they move; what they time means nothing here."""
     script = os.fspath(REPOSITORY / "benchmarks" / f"bench_{name}.py")
     more = ("--small", "--rounds", "1", *more)
-    done = run_benchmark("../tests/on_fake_gpu.py", script, *more, "--out", os.fspath(tmp_path))
+    done = run_benchmark("../tests/project/on_fake_gpu.py", script, *more, "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
     assert len(rows) == methods and all(row["raw_seconds"][0] > 0 for row in rows)

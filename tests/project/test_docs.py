@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_command
-from documentation import anchors, blocks, links, pages, run
+from documentation import anchors, links, pages
 from places import ROOT
+from programs import blocks, run_as_written, run_command
 from warm_python import executable
 
 RUN_BY_OTHER_TESTS = {
@@ -53,7 +53,7 @@ def run_blocks(document: str, directory: Path) -> int:
             if name:
                 (directory / name[1]).write_text(block.text)
                 continue
-            run(["-c", block.text], directory, python=python)
+            run_as_written(["-c", block.text], directory, python=python)
             ran += 1
         elif block.language == "bash":
             for line in filter(None, block.text.splitlines()):
@@ -71,7 +71,7 @@ def run_line(line: str, directory: Path, python: str) -> None:
     """Run one command, which has to succeed."""
     program, *arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in line.split()]
     if program == "python":
-        run(arguments, directory, python=python)
+        run_as_written(arguments, directory, python=python)
     elif program == "zeroelastic":
         done = run_command(*arguments, cwd=directory, env={"PYTHON_EXEC": python})
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -79,7 +79,7 @@ def run_line(line: str, directory: Path, python: str) -> None:
         modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
         options = ["--standalone"] if program == "torchrun" else []
         options += ["-p", "no:cacheprovider"] if program == "pytest" else []
-        run(["-m", modules[program], *options, *arguments], directory, python=python)
+        run_as_written(["-m", modules[program], *options, *arguments], directory, python=python)
 
 
 def test_pages_that_other_tests_run_are_named_there() -> None:

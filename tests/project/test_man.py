@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_command
 from places import ROOT
+from programs import run_command
 
 from zeroelastic.cli.app import VERBS
 

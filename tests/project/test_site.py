@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_once import made_once
+from environments import made_once
 from places import ROOT
 
 pytest.importorskip("zensical", reason="the generator of the site needs Python 3.11")

@@ -15,9 +15,10 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from environments import Environment
 from packaging.requirements import Requirement
 from places import GOLDEN, ROOT
-from programs import Environment, copy_sources
+from programs import copy_sources
 
 from zeroelastic import __version__, activation
 from zeroelastic.cli.app import VERBS

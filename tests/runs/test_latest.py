@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
+from programs import run_command
 from saved_files import record_of
 from synthetic import edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from programs import run_command
 from synthetic import model_name, write_checkpoint
 from training import Job, build_engine, look, train_step
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import no_result, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from programs import no_result, run_command
 from saved_files import record_of
 from synthetic import edit, model_name, optim_name, write_checkpoint, write_history
 

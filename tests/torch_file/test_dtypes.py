@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_files import SAVED_DTYPES, bits_of_tensor, filled
+from synthetic import SAVED_DTYPES, filled, raw
 
 from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.errors import UnsupportedError
@@ -41,28 +41,28 @@ def test_a_file_is_read_and_rewritten_with_the_same_bytes(tmp_path: Path, dtype:
     for name, expected in (("t", saved), ("part", saved[2:4])):
         ref = file.root[name]
         assert isinstance(ref, TensorRef) and (ref.dtype, ref.shape) == (dtype, tuple(expected.shape))
-        assert file.read(ref).tobytes() == bits_of_tensor(expected)
+        assert file.read(ref).tobytes() == raw(expected)
     storage = new_storage(dtype, saved.numel())
-    assert (storage.dtype, storage.nbytes) == (dtype, len(bits_of_tensor(saved)))
+    assert (storage.dtype, storage.nbytes) == (dtype, len(raw(saved)))
     archive = Archive(tmp_path / "made.pt", {"t": tensor(storage, 0, (7, 3)), "part": tensor(storage, 6, (2, 3))})
     with open(archive.path, "r+b") as made_file:
         made_file.seek(archive.offsets[storage])
-        made_file.write(bits_of_tensor(saved))
-    archive.finish({storage: zlib.crc32(bits_of_tensor(saved))})
+        made_file.write(raw(saved))
+    archive.finish({storage: zlib.crc32(raw(saved))})
     made = torch.load(tmp_path / "made.pt", weights_only=True)
     assert made["t"].dtype == saved.dtype
     for name, expected in (("t", saved), ("part", saved[2:4])):
-        assert bits_of_tensor(made[name]) == bits_of_tensor(expected)
+        assert raw(made[name]) == raw(expected)
     assert made["t"].untyped_storage().data_ptr() == made["part"].untyped_storage().data_ptr()
     # Read to be written again, the storage is bytes, and is written as it was.
     pickled, storages = write_tree(read_tree(tmp_path / "saved.pt"))
-    assert b"torch" in pickled and [found.nbytes for found in storages] == [len(bits_of_tensor(saved))]
+    assert b"torch" in pickled and [found.nbytes for found in storages] == [len(raw(saved))]
 
 
 @pytest.mark.parametrize("dtype", SAVED_DTYPES)
 def test_digests_of_parts_add_up_and_values_are_those_of_torch(dtype: str) -> None:
     saved, size = filled(dtype, (50,)), DTYPE_BYTES[dtype]
-    data, seed = np.frombuffer(bits_of_tensor(saved), dtype=np.uint8), stream_seed("t", "frozen")
+    data, seed = np.frombuffer(raw(saved), dtype=np.uint8), stream_seed("t", "frozen")
     whole = digest_range(data, size, seed=seed, start=0)
     parts = [digest_range(data[a * size : b * size], size, seed=seed, start=a) for a, b in ((0, 13), (13, 50))]
     assert combine(*parts) == whole

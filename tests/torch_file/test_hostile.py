@@ -21,12 +21,11 @@ from typing import Any
 
 import pytest
 import torch
-from bounded import bounded
-from commands import ARGUMENTS
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import ARGUMENTS
 from sample import write_sample
-from saved_files import record_again
+from saved_files import bounded, record_again
 from synthetic import edit, edit_optim, optim_name, sealed, write_checkpoint
 from training import Job, build_engine
 from typer.testing import CliRunner

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bounded import process_status, reset_peak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from saved_files import process_status, reset_peak
 from synthetic import raw
 from torch_files import archive, bytes_at, saved
 

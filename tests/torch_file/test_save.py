@@ -8,6 +8,7 @@ import os
 import weakref
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_files import DTYPES, EXECUTORS, executor, sample, saved_by_torch
 
 from zeroelastic.core.digest import digest_range
 from zeroelastic.errors import UnsupportedError
@@ -30,6 +30,51 @@ from zeroelastic.torch_file import save
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.image import FileImage, host_memory, write_past_cache
 from zeroelastic.torch_file.save import DigestRange, TorchSaveSkeleton, write_skeleton, write_torch_file
+
+EXECUTORS = ["numpy", "native"]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float64]
+
+
+@pytest.fixture(params=EXECUTORS)
+def executor(request: pytest.FixtureRequest) -> Executor:
+    if request.param == "native" and not describe_build("native").usable:
+        pytest.skip(f"the native engine is not built: {describe_build('native').reason}")
+    return request.param
+
+
+class Scaler:
+    """A class of the user's, with a tensor inside."""
+
+    def __init__(self) -> None:
+        self.scale = 65536.0
+        self.history = torch.arange(5)
+
+
+def sample() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    flat = torch.randn(100_003, generator=generator)
+    return {
+        "flat": flat,
+        "views of one storage": [flat[:1], flat[5:77], flat[77:]],
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(3.0),
+        "transposed": torch.randn(7, 11, generator=generator).t(),
+        "parameter": torch.nn.Parameter(torch.randn(3, 4, generator=generator)),
+        "storage": torch.arange(9, dtype=torch.int16).untyped_storage(),
+        "nested": OrderedDict(x=(torch.ones(3, dtype=torch.bool), None, "text", 1 << 70)),
+        "object": Scaler(),
+        **{str(dtype): torch.arange(1000).to(dtype) for dtype in DTYPES},
+    }
+
+
+def saved_by_torch(obj: object, folder: Path, name: str = "x.pt") -> bytes:
+    """What torch.save writes under the same name, which is part of a file's content."""
+    (folder / "torch").mkdir(exist_ok=True)
+    torch.save(obj, folder / "torch" / name)
+    return (folder / "torch" / name).read_bytes()
+
 
 __all__ = ["executor"]
 

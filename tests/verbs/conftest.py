@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from counted import counted
 from sample import write_sample
+from stores import counted
 
 __all__ = ["counted", "samples"]
 

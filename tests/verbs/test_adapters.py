@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run_command
+from programs import run_command
 from safetensors.torch import load_file
 from training import initialize
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Done, no_result, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import Done, no_result, run_command
 from sample import write_sample
 from saved_files import flip
 from synthetic import GROUPS, Truth, edit, edit_optim, model_name, optim_name, write_checkpoint

@@ -8,15 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from commands import peak_memory
-from commands import run_command as verb
-from dcp_writers import grid, job_state, load_alone, rows, write_dcp
-from exports import add_to_model, buffers, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import TESTS
+from programs import peak_memory
+from programs import run_command as verb
 from sample import write_sample
-from synthetic import Param, edit, model_name, raw, write_checkpoint
+from synthetic import (
+    Param,
+    add_to_model,
+    buffers,
+    edit,
+    grid,
+    job_state,
+    load_alone,
+    model_name,
+    raw,
+    rows,
+    same,
+    write_checkpoint,
+    write_dcp,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zeroelastic

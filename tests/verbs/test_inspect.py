@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from programs import run_command
 from sample import write_sample
 from synthetic import GROUPS, SAVE_ID, edit, edit_optim, model_name, optim_name, write_checkpoint
 from typer.testing import CliRunner

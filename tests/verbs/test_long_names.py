@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands import run_command
+from programs import run_command
 from sample import write_sample
 
 import zeroelastic

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Done, run_command
 from places import GOLDEN
-from programs import run_python
+from programs import Done, run_command, run_python
 from sample import write_sample
 from synthetic import write_checkpoint
 from training import initialize

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import no_result
-from counted import CountedFileSystem, counted, upload
-from opens import Opens
+from programs import no_result
+from saved_files import Opens
+from stores import CountedFileSystem, counted, upload
 from synthetic import write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import peak_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT, TESTS
-from programs import run_python
+from programs import peak_memory, run_python
 from sample import write_sample
 from saved_files import contents, flip, record_again
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name

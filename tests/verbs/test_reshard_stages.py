@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run_command
-from exports import plain
 from places import GOLDEN
+from programs import run_command
 from saved_files import record_again
-from synthetic import edit, edit_optim, make_tag, model_name, optim_name
+from synthetic import edit, edit_optim, make_tag, model_name, optim_name, plain
 
 import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import topologies
 import torch
-from exports import plain
+from synthetic import plain
 from topologies import LOSS_RTOL, TopologyJob, differences, load_run, save_run
 
 import zeroelastic

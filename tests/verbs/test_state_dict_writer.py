@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_writers import read_dcp
-from exports import add_to_model, buffers, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import Param, raw, write_checkpoint
+from synthetic import Param, add_to_model, buffers, raw, read_dcp, same, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, state_dict_saver
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

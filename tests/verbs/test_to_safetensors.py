@@ -12,17 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-from commands import peak_memory
-from commands import run_command as verb
-from exports import add_to_model, buffers, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
+from programs import peak_memory
+from programs import run_command as verb
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from sample import BUFFER, EMBEDDING, TIED, write_sample
 from saved_files import flip
-from synthetic import Param, edit, edit_optim, model_name, optim_name, raw, write_checkpoint
+from synthetic import (
+    Param,
+    add_to_model,
+    buffers,
+    edit,
+    edit_optim,
+    model_name,
+    optim_name,
+    raw,
+    same,
+    write_checkpoint,
+)
 from training import initialize
 
 from zeroelastic.checkpoint.open import open_checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run_command as verb
 from places import GOLDEN
+from programs import run_command as verb
 from sample import write_sample
 from stock_programs import ds_to_universal, make_universal
 from synthetic import edit, model_name, write_checkpoint

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run_command
-from exports import plain
 from places import GOLDEN
+from programs import run_command
 from stock_programs import make_universal
+from synthetic import plain
 from training import Job, train_and_save
 
 import zeroelastic

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
-from documentation import documented_keys
+from programs import documented_keys
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import topologies
 import torch
-from commands import run_command
-from dcp_writers import read_dcp
-from exports import same as same_bits
+from programs import run_command
 from safetensors.torch import load_file
 from saved_files import flip
-from synthetic import edit
+from synthetic import edit, read_dcp
+from synthetic import same as same_bits
 from topologies import EXPERTS, TopologyJob, differences
 
 import zeroelastic

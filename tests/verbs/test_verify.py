@@ -15,9 +15,9 @@ import numpy as np
 import places
 import pytest
 import torch
-from commands import Done, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import Done, run_command
 from sample import write_sample
 from saved_files import flip
 from synthetic import believe_sizes, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from counted import CountedFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from sample import (
@@ -24,6 +23,7 @@ from sample import (
     sample_values,
     write_sample,
 )
+from stores import CountedFileSystem
 
 import zeroelastic
 from zeroelastic.core.layout import Param

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import launched
+from programs import launched
 from saved_files import record_of
 from training import Job, build_engine, ds_config, raised, train_step
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from commands import run_command
+from programs import run_command
 from saved_files import logged
 from sliced_model import ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
 from training import Job, attempt, look, of_all, raised, train_step

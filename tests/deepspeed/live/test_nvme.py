@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from bounded import process_status
-from saved_files import logged
+from saved_files import logged, process_status
 from saves import Saved, Saver, check_resumed, save_once
 from training import Job, Outcome, attempt, build_engine, resume, resume_and_save, train_and_save, train_step
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from opens import watch_opens
-from saved_files import flip, record_of
+from saved_files import flip, record_of, watch_opens
 from training import Job, build_engine, look, train_step
 
 import zeroelastic

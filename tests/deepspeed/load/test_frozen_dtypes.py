@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch_files import SAVED_DTYPES, bits_of_tensor, filled
+from synthetic import SAVED_DTYPES, filled, raw
 from training import initialize, wait_for_every_gather
 
 import zeroelastic
@@ -48,7 +48,7 @@ def others(engine: Any) -> dict[str, tuple[str, bytes]]:
     whole = list(frozen.values()) if hasattr(next(iter(frozen.values())), "ds_id") else []
     with deepspeed.zero.GatheredParameters(whole):
         found |= {name: param.detach().clone() for name, param in frozen.items()}
-        return {name: (str(tensor.dtype), bits_of_tensor(tensor)) for name, tensor in found.items()}
+        return {name: (str(tensor.dtype), raw(tensor)) for name, tensor in found.items()}
 
 
 def save(stage: int, directory: str) -> dict[str, tuple[str, bytes]]:
@@ -82,4 +82,4 @@ def test_every_dtype_survives_a_load_and_a_reshard_at_another_size(
     with zeroelastic.open(run) as checkpoint:
         for name, (dtype, data) in saved.items():
             found = checkpoint[name].torch()
-            assert (str(found.dtype), bits_of_tensor(found)) == (dtype, data)
+            assert (str(found.dtype), raw(found)) == (dtype, data)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from exact_jobs import OPTIMIZERS
-from exports import plain
 from saved_files import record_of
 from saves import Saved, Saver, check_each, check_resumed, save_once
+from synthetic import plain
 from training import Job, resume, resume_and_save, train_and_save
 
 from zeroelastic.testing import RankPool, compare_states, run_ranks

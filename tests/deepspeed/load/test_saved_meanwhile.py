@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from opens import Opens
-from saved_files import flip
+from saved_files import Opens, flip
 from training import Job, build_engine, look, train_step
 
 import zeroelastic

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from extended import with_swept
-from io_counts import build, state_bytes
-from s3_server import BUCKET, Request, S3Server
-from saved_files import flip
+from saved_files import flip, state_bytes
 from saves import Saver, check_resumed, save_once
-from training import Job, attempt, build_engine, look, of_all, raised, resume
+from stores import BUCKET, Request, S3Server
+from training import Job, attempt, build_engine, build_wide, look, of_all, raised, resume
 
 from zeroelastic.elastic.resume import resume as elastic_resume
 from zeroelastic.testing import RankPool
@@ -66,7 +65,7 @@ WIDTH = 768
 
 
 def save_counted(directory: str, stage: int) -> None:
-    engine = build(True, False, stage=stage, width=WIDTH)
+    engine = build_wide(True, False, stage=stage, width=WIDTH)
     data = torch.ones(12 // torch.distributed.get_world_size(), WIDTH, dtype=torch.bfloat16)
     engine.backward(engine(data).float().pow(2).mean())
     engine.step()
@@ -74,7 +73,7 @@ def save_counted(directory: str, stage: int) -> None:
 
 
 def load_counted(url: str, stage: int) -> Any:
-    engine = build(True, False, stage=stage, width=WIDTH)
+    engine = build_wide(True, False, stage=stage, width=WIDTH)
     engine.load_checkpoint(url)
     assert engine.zeroelastic_report.root_matches
     return engine.zeroelastic_report

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from nodes import Nodes, on_nodes
 from saved_files import flip
+from saves import Nodes, on_nodes
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic

@@ -15,17 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import io_counts
 import pytest
 import torch
 import torch.distributed as dist
-from bounded import process_status, reset_peak
 from extended import with_swept
-from nodes import NodeRun, Nodes, on_nodes
-from saved_files import flip
-from saves import Saved, check_resumed
+from saved_files import flip, process_status, reset_peak, state_bytes
+from saves import NodeRun, Nodes, Saved, check_resumed, on_nodes
 from sliced_model import use_sliced
-from training import Job, attempt, build_engine, look, of_all, raised, train_and_save, train_step
+from training import WIDE, Job, attempt, build_engine, build_wide, look, of_all, raised, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
@@ -255,7 +252,7 @@ def test_each_byte_is_read_once_and_memory_is_bounded(rank_pool: RankPool, tmp_p
     """As the ranks report it; of Python's own reads as they are counted; and as the kernel counts memory."""
     nodes = Nodes(tmp_path)
     rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), save_large, nodes.path, stage)
-    state = io_counts.state_bytes(nodes.disk(0))
+    state = state_bytes(nodes.disk(0))
     # Which module states files go from node to node: DeepSpeed reads all of them but parameters.
     for placed, sent in (((2, 0, 1), (0,)), ((2, 1, 3, 0, 0, 3), (0, 1, 2, 3))):
         modules = sum(module_bytes(nodes, rank) for rank in sent) if stage == 3 else whole_module_bytes(nodes)
@@ -288,9 +285,9 @@ def save_large(directory: str, stage: int) -> None:
     import deepspeed
 
     deepspeed.init_distributed()
-    engine = io_counts.build(True, True, stage=stage)
+    engine = build_wide(True, True, stage=stage)
     use_node_local(engine)
-    data = torch.ones(12 // torch.distributed.get_world_size(), io_counts.WIDTH, dtype=torch.bfloat16)
+    data = torch.ones(12 // torch.distributed.get_world_size(), WIDE, dtype=torch.bfloat16)
     engine.backward(engine(data).float().pow(2).mean())
     engine.step()
     engine.save_checkpoint(directory)
@@ -305,7 +302,7 @@ def load_large(directory: str, stage: int) -> tuple[Any, int, int]:
     from zeroelastic.distributed import exchange
     from zeroelastic.executors import numpy_executor
 
-    engine = io_counts.build(True, True, "numpy", stage)
+    engine = build_wide(True, True, "numpy", stage)
     exchange.ROUND_BYTES, exchange._LEAST_BYTES = 1 << 18, 1 << 17  # many rounds, two peers in each
     engine.load_checkpoint(directory)
     read = 0

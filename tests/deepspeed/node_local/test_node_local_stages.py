@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import io_counts
 import pytest
 import torch
 import torch.distributed as dist
-from nodes import NodeRun, Nodes, on_nodes
-from saved_files import flip, record_of
+from saved_files import flip, record_of, state_bytes
+from saves import NodeRun, Nodes, on_nodes
 from training import LOSS_RTOL, Job, Outcome, build_engine, look, train_step
 
 import zeroelastic
@@ -112,7 +111,7 @@ def test_every_rank_takes_the_files_that_its_node_has(run: NodeRun, placed: tupl
     resumed = run.call(placed, resume, STAGE_2.other(), run.nodes.path)
     check(run.outcome, resumed, [{0: 0, 1: 2, 2: 0}[node] for node in placed])
     report = resumed[0].report
-    assert report.root_matches and report.total_bytes_read == io_counts.state_bytes(run.nodes.disk(0))
+    assert report.root_matches and report.total_bytes_read == state_bytes(run.nodes.disk(0))
     assert (report.bytes_sent > 0) == (placed != PLACED), "the same ranks on the same nodes read their own files"
     notes = [note for note in report.notes if MODULE in note]
     assert "differs between the nodes" in notes[0]

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from bounded import process_status, reset_peak
-from io_counts import WIDTH, build, state_bytes
-from opens import watch_opens
-from saved_files import record_of
+from saved_files import process_status, record_of, reset_peak, state_bytes, watch_opens
+from training import WIDE, build_wide
 
 from zeroelastic.testing import RankPool
 
 PAIRS = ((4, 3), (3, 4), (4, 6), (6, 2))
 
 
-def save(directory: str, elastic: bool, frozen: bool, stage: int = 3, width: int = WIDTH) -> None:
-    engine = build(elastic, frozen, stage=stage, width=width)
+def save(directory: str, elastic: bool, frozen: bool, stage: int = 3, width: int = WIDE) -> None:
+    engine = build_wide(elastic, frozen, stage=stage, width=width)
     data = torch.ones(12 // torch.distributed.get_world_size(), width, dtype=torch.bfloat16)
     engine.backward(engine(data).float().pow(2).mean())
     engine.step()
@@ -26,10 +24,10 @@ def save(directory: str, elastic: bool, frozen: bool, stage: int = 3, width: int
 
 
 def load(
-    directory: str, frozen: bool, executor: str, stage: int = 3, width: int = WIDTH
+    directory: str, frozen: bool, executor: str, stage: int = 3, width: int = WIDE
 ) -> tuple[Any, int, list[str], int]:
     """The report, bytes read by system calls, checkpoint files opened, and peak growth of resident memory in bytes."""
-    engine = build(stage == 3, frozen, executor, stage, width)
+    engine = build_wide(stage == 3, frozen, executor, stage, width)
     engine.load_checkpoint(directory)  # imports and caches are warm; optimizer state exists
     opened = watch_opens()
     reset_peak()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from nodes import Nodes, on_nodes
 from places import GOLDEN
 from saved_files import logged, record_of
+from saves import Nodes, on_nodes
 from training import Job, build_engine, train_step
 
 import zeroelastic

@@ -21,12 +21,11 @@ import fsspec.implementations.local
 import pytest
 import torch.distributed as dist
 from extended import with_swept
-from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from places import TESTS
 from programs import run_python
-from s3_server import S3Server, forget_clients
 from saved_files import logged, record_of
-from saves import Saved, Saver, check_resumed, save_once
+from saves import MOUNTS_NEED, Nodes, Saved, Saver, can_mount, check_resumed, on_nodes, save_once
+from stores import S3Server, forget_clients
 from training import Job, Outcome, build_engine, look, raised, resume, train_step
 
 import zeroelastic

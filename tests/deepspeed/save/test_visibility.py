@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from nodes import Nodes, on_nodes
+from saves import Nodes, on_nodes
 from training import Job, build_engine, raised, train_step
 
 from zeroelastic.deepspeed.save.commit import PendingCommit

@@ -1,6 +1,6 @@
-"""Runs a script of one process as if there were a GPU: ``python tests/on_fake_gpu.py SCRIPT ARGUMENTS``.
+"""Runs a script of one process as if there were a GPU: ``python tests/project/on_fake_gpu.py SCRIPT ARGUMENTS``.
 
-Tensors on "cuda" lie in the fake runtime's memory (``fake_gpu``), where torch works on them as on the host's, and the
+Tensors on "cuda" lie in the fake runtime's memory (``engines``), where torch works on them as on the host's, and the
 CUDA engine is the one that is compiled for the host; there is no nvcc. What is timed means nothing.
 """
 
@@ -20,10 +20,9 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[1]))
 
-from engines import Engine
-from fake_gpu import OnFakeGpu, open_fake_gpu, to_fake_gpu
+from engines import Engine, OnFakeGpu, open_fake_gpu, to_fake_gpu
 
 
 class Event:
