@@ -111,6 +111,10 @@ class Done:
     stdout: str
     stderr: str
 
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
 
 def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
     """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment.

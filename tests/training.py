@@ -499,3 +499,21 @@ def build_wide(elastic: bool, frozen: bool, executor: str = "auto", stage: int =
     zero = {"stage": stage, "elastic_checkpoint": elastic, "sub_group_size": 300_000}
     options = {"io_engine": executor}
     return initialize(model, zero, train_batch_size=12, bf16={"enabled": True}, zeroelastic=options)
+
+
+def save_wide(
+    directory: str,
+    elastic: bool,
+    frozen: bool,
+    stage: int = 3,
+    width: int = WIDE,
+    change: Callable[[Any], object] | None = None,
+) -> None:
+    """Save such an engine after a step; it is changed before."""
+    engine = build_wide(elastic, frozen, stage=stage, width=width)
+    if change is not None:
+        change(engine)
+    data = torch.ones(12 // dist.get_world_size(), width, dtype=torch.bfloat16)
+    engine.backward(engine(data).float().pow(2).mean())
+    engine.step()
+    engine.save_checkpoint(directory)

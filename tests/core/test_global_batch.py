@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+from programs import run_command
 from sample import write_sample
-from typer.testing import CliRunner
 
-from zeroelastic.cli.app import app
 from zeroelastic.core.global_batch import misfit_notes
 
 
@@ -18,8 +17,8 @@ def test_a_world_size_that_does_not_divide_the_saved_global_batch_is_noted(tmp_p
     sizes = "World sizes that divide it: 1, 2, 3, 4, 6, 8, 12, 24."
 
     def run(*arguments: str) -> str:
-        done = CliRunner().invoke(app, [*arguments], env={"COLUMNS": "500"}, catch_exceptions=False)
-        assert done.exit_code == 0
+        done = run_command(*arguments, env={"COLUMNS": "500"})
+        assert done.returncode == 0
         return done.stdout
 
     src, dst = str(tmp_path / "a"), str(tmp_path / "b")

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from programs import no_result
+from programs import no_result, run_command
 from sample import write_sample
-from typer.testing import CliRunner
 
 from zeroelastic import UnreadableError
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.cli.app import app
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.runs.run_store import RunStore
@@ -85,9 +83,8 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
 def run(verb: str, root: Path, out: Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a verb, run in this process."""
     words = [{"SRC": str(root), "OUT": str(out)}.get(word, word) for word in VERBS[verb][0]]
-    done = CliRunner().invoke(app, [verb.partition(" ")[0], *words], env={"COLUMNS": "300", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
+    done = run_command(verb.partition(" ")[0], *words, env={"COLUMNS": "300", "TERM": "dumb"})
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,8 +147,8 @@ def test_a_bucket_without_credentials_is_one_error_line(monkeypatch, tmp_path):
             words = [
                 {"SRC": "s3://bucket/run", "OUT": str(tmp_path / "out")}.get(word, word) for word in VERBS[verb][0]
             ]
-            done = CliRunner().invoke(app, [verb.partition(" ")[0], *words])
-            assert done.exit_code == 1 and no_result(done.stdout), (verb, done.output)
+            done = run_command(verb.partition(" ")[0], *words)
+            assert done.returncode == 1 and no_result(done.stdout), (verb, done.output)
             found = "error: s3://bucket/run: cannot be listed: Unable to locate credentials."
             assert done.stderr == f"{found} {UnreadableError.remedy}\n"
 

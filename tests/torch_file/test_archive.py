@@ -26,8 +26,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_files import STORAGE, archive, named, saved, text
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnsafePickleError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, move_segments
 from zeroelastic.io.paths import local_paths
 from zeroelastic.torch_file import archive as writer
@@ -83,15 +84,15 @@ class ListOf(list):
 
 def rewrite(path: Path, target: Path) -> None:
     """Read the tree of a file and write it to another, payload and all."""
-    archive = Archive(target, read_tree(path))
-    rows = [(s.extent.offset, archive.offsets[s], s.nbytes) for s in archive.storages if s.extent and s.nbytes]
+    made = Archive(target, read_tree(path))
+    rows = [(s.extent.offset, made.offsets[s], s.nbytes) for s in made.storages if s.extent and s.nbytes]
     src, dst, nbytes = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)) if rows else (
         np.zeros(0, dtype=np.int64),
     ) * 3  # fmt: skip
     zeros = np.zeros(len(rows), dtype=np.int64)
     move_segments(CopyTable(zeros, src, zeros, dst, nbytes), local_paths([path]), [target])
     data = target.read_bytes()
-    archive.finish({s: zlib.crc32(data[at : at + s.nbytes]) for s, at in archive.offsets.items()})
+    made.finish({s: zlib.crc32(data[at : at + s.nbytes]) for s, at in made.offsets.items()})
 
 
 def same(a: Any, b: Any) -> bool:
@@ -106,11 +107,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return type(a) is type(b) and (a == b or a != a)
-
-
-def saved(path: Path, value: object, **options: Any) -> Path:
-    torch.save(value, path, **options)
-    return path
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: "/".join(path.parts[-3:]))
@@ -206,56 +202,39 @@ def test_nothing_is_run_or_imported(tmp_path: Path) -> None:
     assert isinstance(boom, Stub) and boom.qualname == "mkdir" and not (tmp_path / "was-run").exists()
     torch.load(tmp_path / "b.pt", weights_only=False)
     assert (tmp_path / "was-run").is_dir()
-    made = read_tree(raw_pickle(tmp_path / "c.pt", b"\x80\x02cno_such_module\nThing\n)R}b."))
+    made = read_tree(archive(tmp_path / "c.pt", b"\x80\x02" + named("no_such_module", "Thing") + b")R}b."))
     assert isinstance(made, Stub) and made.state == {} and "no_such_module" not in sys.modules
 
 
-def raw_pickle(path: Path, data: bytes) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", data)
-        archive.writestr("a/byteorder", "little")
-        archive.writestr("a/data/0", b"12345678")
-    return path
+DAMAGED = [
+    b"",
+    b"\x80\x02",
+    b"\x80\x02}q",
+    b"\x80\x02(((((.",
+    b"\x80\x02cos\nsystem\n}b.",
+    b"\x80\x02cos\nsystem\n(K\x01tRK\x01R.",
+    b"\x80\x02(" + text("a") + b"k\x00tQ.",
+    b"\x80\x02I1\n.",
+    b"\x80\x02\x82\x01.",
+    b"\x80\x02r\xff\xff\xff\x7f.",
+    b"\x80\x02" + STORAGE.replace(b"Float", b"No") + b".",
+]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x80\x02",
-        b"\x80\x02}q\x00.trailing"[:4],
-        b"\x80\x02(((((.",
-        b"\x80\x02cos\nsystem\n}b.",
-        b"\x80\x02cos\nsystem\n(K\x01tRK\x01R.",
-        b"\x80\x02(X\x01\x00\x00\x00ak\x00tQ.",
-        b"\x80\x02I1\n.",
-        b"\x80\x02\x82\x01.",
-        b"\x80\x02r\xff\xff\xff\x7f.",
-        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nNoStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQ.",
-    ],
-)
+@pytest.mark.parametrize("data", DAMAGED)
 def test_damaged_and_hostile_pickles_are_refused(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.pt"):
-        read_tree(raw_pickle(tmp_path / "x.pt", data))
+        read_tree(archive(tmp_path / "x.pt", data))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x009X\x03\x00\x00\x00cpuK\x01tQ.",
-        b"\x80\x02" + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQ.",
-    ],
-)
-def test_a_storage_whose_record_is_not_there_is_refused_when_its_bytes_are_wanted(data: bytes, tmp_path: Path) -> None:
-    storage = read_tree(raw_pickle(tmp_path / "x.pt", data))
+@pytest.mark.parametrize("storages", [(), [("0", bytes(8))]], ids=["no record", "a short one"])
+def test_a_storage_whose_record_is_not_there_is_refused_when_its_bytes_are_wanted(
+    storages: Any, tmp_path: Path
+) -> None:
+    storage = read_tree(archive(tmp_path / "x.pt", b"\x80\x02" + STORAGE + b".", storages=storages))
     assert isinstance(storage, Storage)
     with pytest.raises(CheckpointError, match=r"x\.pt"):
         assert storage.extent
-
-
-def test_a_missing_file_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError):
-        read_tree(tmp_path / "x.pt")
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -296,19 +275,19 @@ def test_new_trees_are_what_torch_makes_of_them(tmp_path: Path) -> None:
         "e": tensor(empty, 0, (0,)),
         "size": Size((2, 0)),
     }
-    archive = Archive(tmp_path / "x.pt", root)
+    made = Archive(tmp_path / "x.pt", root)
     payload = np.arange(6, dtype="<f4").tobytes()
     with open(tmp_path / "x.pt", "r+b") as file:
-        file.seek(archive.offsets[storage])
+        file.seek(made.offsets[storage])
         file.write(payload)
-    archive.finish({storage: zlib.crc32(payload)})
-    assert (tmp_path / "x.pt").stat().st_size == archive.nbytes
+    made.finish({storage: zlib.crc32(payload)})
+    assert (tmp_path / "x.pt").stat().st_size == made.nbytes
     for mmap in (False, True):
         now = torch.load(tmp_path / "x.pt", mmap=mmap)
         assert torch.equal(now["m"]["w"], torch.tensor([[0.0, 1.0], [2.0, 3.0]])) and now["m"]["w"].requires_grad
         assert torch.equal(now["m"]["b"], torch.tensor([4.0, 5.0])) and now["s"].item() == 5.0
         assert now["e"].dtype == torch.bfloat16 and now["size"] == torch.Size([2, 0])
-    assert all(offset % 64 == 0 for offset in archive.offsets.values())
+    assert all(offset % 64 == 0 for offset in made.offsets.values())
 
 
 def test_entries_are_found_in_both_kinds_of_dictionary() -> None:

@@ -1,7 +1,8 @@
-"""Files that torch.save writes, and archives laid out as it lays them out."""
+"""Files that torch.save writes, archives laid out as it lays them out, and the opcodes of pickles."""
 
 from __future__ import annotations
 
+import struct
 import zipfile
 from pathlib import Path
 
@@ -30,3 +31,21 @@ def archive(path: Path, pickled: bytes, *, storages=(), name="archive", compress
             out.writestr(f"{name}/data/{key}", data)
         out.writestr(f"{name}/version", b"3\n")
     return path
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def integer(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<I", len(data))) + data
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+STORAGE = b"(" + text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x08tQ"
+"""A storage of 8 elements, by its persistent id."""

@@ -8,8 +8,8 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +20,9 @@ from places import ROOT
 from programs import run_command
 from sample import write_sample
 from synthetic import GROUPS, SAVE_ID, edit, edit_optim, model_name, optim_name, write_checkpoint
-from typer.testing import CliRunner
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.cli.app import app
 from zeroelastic.cli.tables import Table, print_table, row
 from zeroelastic.cli.terminal import printable
 from zeroelastic.core.layout import Param
@@ -35,11 +33,7 @@ from zeroelastic.verbs.inspect.inspect import inspect_source
 GOLDEN = ROOT / "tests/golden"
 
 
-def inspect(*arguments: object) -> SimpleNamespace:
-    """Run the verb in this process."""
-    done = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+inspect = partial(run_command, "inspect", env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def document(*arguments: object) -> tuple[dict[str, Any], int]:

@@ -83,25 +83,23 @@ def test_a_flipped_bit_of_the_source_is_an_error_and_nothing_is_left(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def frozen(src: Path) -> tuple[Path, int]:
-    shutil.copytree(GOLDEN / "rigid2", src)
-    with zeroelastic.open(src) as ck:
-        (place, *_) = ck.places(next(name for name in ck if ck[name].kind == "frozen"))
-    return Path(str(ck.path / place.file)), place.offset
+def of_tensor(golden: str, kind: str) -> Callable[[Path], tuple[Path, int]]:
+    """A copy of a golden checkpoint, and where its first tensor of a kind and of several elements begins."""
+
+    def make(src: Path) -> tuple[Path, int]:
+        shutil.copytree(GOLDEN / golden, src)
+        with zeroelastic.open(src) as ck:
+            (place, *_) = ck.places(next(name for name in ck if ck[name].kind == kind and len(ck[name]) > 1))
+            return Path(str(ck.path / place.file)), place.offset
+
+    return make
 
 
-def recorded(src: Path) -> tuple[Path, int]:
-    shutil.copytree(GOLDEN / "elastic2", src)
-    with zeroelastic.open(src) as ck:
-        (place, *_) = ck.places(next(name for name in ck if len(ck[name]) > 1))
-    return Path(str(ck.path / place.file)), place.offset
-
-
-def buffer(src: Path) -> tuple[Path, int]:
-    shutil.copytree(GOLDEN / "rigid2", src)
-    with zeroelastic.open(src) as ck:
-        (place, *_) = ck.places(next(name for name in ck if ck[name].kind == "buffer"))
-    return Path(str(ck.path / place.file)), place.offset
+frozen, buffer, recorded = (
+    of_tensor("rigid2", "frozen"),
+    of_tensor("rigid2", "buffer"),
+    of_tensor("elastic2", "trained"),
+)
 
 
 @pytest.mark.parametrize("make", [frozen, buffer, recorded])

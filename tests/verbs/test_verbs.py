@@ -12,13 +12,12 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
-from programs import documented_keys
+from programs import documented_keys, run_command
 from pydantic import BaseModel, ValidationError
-from typer.testing import CliRunner
 
 import zeroelastic
-from zeroelastic.cli.app import app, verb_function
-from zeroelastic.cli.documents import DOCUMENTS, check
+from zeroelastic.cli.app import verb_function
+from zeroelastic.cli.documents import DOCUMENTS
 
 VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "verify")
 ONLY_THE_COMMAND = {"as_json", "all_tags", "path", "html", "force", "yes", "quiet"}
@@ -89,9 +88,8 @@ def without_times(value: object) -> object:
 
 def printed(*arguments: object) -> object:
     """The document that a command prints with --json, without times."""
-    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert done.exit_code in (0, 1), done.output
-    check(str(arguments[0]), done.stdout)
+    done = run_command(*arguments, "--json")
+    assert done.returncode in (0, 1), done.output
     return without_times(json.loads(done.stdout))
 
 

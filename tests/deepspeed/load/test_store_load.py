@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from extended import with_swept
 from saved_files import flip, state_bytes
 from saves import Saver, check_resumed, save_once
 from stores import BUCKET, Request, S3Server
-from training import Job, attempt, build_engine, build_wide, look, of_all, raised, resume
+from training import Job, attempt, build_engine, build_wide, look, of_all, raised, resume, save_wide
 
 from zeroelastic.elastic.resume import resume as elastic_resume
 from zeroelastic.testing import RankPool
@@ -64,14 +63,6 @@ WIDTH = 768
 """About 5 M parameters: headers are below 1 % of 57 MB."""
 
 
-def save_counted(directory: str, stage: int) -> None:
-    engine = build_wide(True, False, stage=stage, width=WIDTH)
-    data = torch.ones(12 // torch.distributed.get_world_size(), WIDTH, dtype=torch.bfloat16)
-    engine.backward(engine(data).float().pow(2).mean())
-    engine.step()
-    engine.save_checkpoint(directory)
-
-
 def load_counted(url: str, stage: int) -> Any:
     engine = build_wide(True, False, stage=stage, width=WIDTH)
     engine.load_checkpoint(url)
@@ -84,7 +75,7 @@ def load_counted(url: str, stage: int) -> Any:
 def test_all_ranks_together_ask_for_each_byte_once(
     rank_pool: RankPool, calm: S3Server, tmp_path: Path, stage: int
 ) -> None:
-    rank_pool.run(save_counted, 4, str(tmp_path / "run"), stage)
+    rank_pool.run(save_wide, 4, str(tmp_path / "run"), True, False, stage, WIDTH)
     url = calm.upload(tmp_path / "run", f"counted{stage}")
     owned = state_bytes(tmp_path / "run")
     reports = rank_pool.run(load_counted, 3, url, stage)

@@ -22,7 +22,19 @@ from extended import with_swept
 from saved_files import flip, process_status, reset_peak, state_bytes
 from saves import NodeRun, Nodes, Saved, check_resumed, on_nodes
 from sliced_model import use_sliced
-from training import WIDE, Job, attempt, build_engine, build_wide, look, of_all, raised, train_and_save, train_step
+from training import (
+    WIDE,
+    Job,
+    attempt,
+    build_engine,
+    build_wide,
+    look,
+    of_all,
+    raised,
+    save_wide,
+    train_and_save,
+    train_step,
+)
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
@@ -251,7 +263,7 @@ def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., NodeRun], 
 def test_each_byte_is_read_once_and_memory_is_bounded(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """As the ranks report it; of Python's own reads as they are counted; and as the kernel counts memory."""
     nodes = Nodes(tmp_path)
-    rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), save_large, nodes.path, stage)
+    rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), save_wide, nodes.path, True, True, stage, WIDE, use_node_local)
     state = state_bytes(nodes.disk(0))
     # Which module states files go from node to node: DeepSpeed reads all of them but parameters.
     for placed, sent in (((2, 0, 1), (0,)), ((2, 1, 3, 0, 0, 3), (0, 1, 2, 3))):
@@ -279,18 +291,6 @@ def whole_module_bytes(nodes: Nodes) -> int:
     path = next(nodes.disk(0).glob("global_step*/mp_rank_00_model_states.pt"))
     params = torch.load(path, weights_only=False)["module"]
     return path.stat().st_size - sum(param.numel() * param.element_size() for param in params.values())
-
-
-def save_large(directory: str, stage: int) -> None:
-    import deepspeed
-
-    deepspeed.init_distributed()
-    engine = build_wide(True, True, stage=stage)
-    use_node_local(engine)
-    data = torch.ones(12 // torch.distributed.get_world_size(), WIDE, dtype=torch.bfloat16)
-    engine.backward(engine(data).float().pow(2).mean())
-    engine.step()
-    engine.save_checkpoint(directory)
 
 
 def use_node_local(engine: Any) -> None:

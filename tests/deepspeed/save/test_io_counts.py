@@ -6,21 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from saved_files import process_status, record_of, reset_peak, state_bytes, watch_opens
-from training import WIDE, build_wide
+from training import WIDE, build_wide, save_wide
 
 from zeroelastic.testing import RankPool
 
 PAIRS = ((4, 3), (3, 4), (4, 6), (6, 2))
-
-
-def save(directory: str, elastic: bool, frozen: bool, stage: int = 3, width: int = WIDE) -> None:
-    engine = build_wide(elastic, frozen, stage=stage, width=width)
-    data = torch.ones(12 // torch.distributed.get_world_size(), width, dtype=torch.bfloat16)
-    engine.backward(engine(data).float().pow(2).mean())
-    engine.step()
-    engine.save_checkpoint(directory)
 
 
 def load(
@@ -58,7 +49,7 @@ def test_bytes_files_and_memory_of_a_load(
     """Python's opens are all seen under the numpy executor; bytes are the kernel's own count under each."""
     pairs = PAIRS if elastic and not frozen else PAIRS[:2]
     for save_world_size in sorted({pair[0] for pair in pairs}):
-        rank_pool.run(save, save_world_size, str(tmp_path / str(save_world_size)), elastic, frozen)
+        rank_pool.run(save_wide, save_world_size, str(tmp_path / str(save_world_size)), elastic, frozen)
     for save_world_size, world_size in pairs:
         directory = str(tmp_path / str(save_world_size))
         outcomes = rank_pool.run(load, world_size, directory, frozen, executor)
@@ -83,7 +74,7 @@ def test_bytes_files_and_memory_of_a_load(
 @pytest.mark.extended
 def test_a_load_at_stage_2_adds_little_memory(rank_pool: RankPool, tmp_path: Path) -> None:
     """To a state of 192 MiB, of which DeepSpeed's own load unpickles a rank's half as a whole."""
-    rank_pool.run(save, 2, str(tmp_path), False, False, stage=2, width=1448)
+    rank_pool.run(save_wide, 2, str(tmp_path), False, False, stage=2, width=1448)
     for ranks in (2, 3):
         for report, *_, growth in rank_pool.run(load, ranks, str(tmp_path), False, "auto", stage=2, width=1448):
             assert report.total_bytes_read > 190 << 20 and growth < 64 << 20, (ranks, growth)
