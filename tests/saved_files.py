@@ -54,6 +54,11 @@ def latest(directory: str | Path) -> str | None:
     return path.read_text() if path.exists() else None
 
 
+def tag_of(directory: str | Path) -> Path:
+    """The directory of the tag of a step, of which there is one."""
+    return next(Path(directory).glob("global_step*"))
+
+
 def record_of(tag_dir: FilePath) -> CommitRecord:
     """The commit record of a tag, which has one."""
     record = read_record(tag_dir)

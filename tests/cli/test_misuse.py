@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from misuse_cases import OTHERS, Misuse, cases, says_what_to_do
 from places import ROOT
-from programs import no_result, run_command
+from programs import no_result, run_command, wait_for
 from sample import write_sample
 from stock_programs import make_universal
 
@@ -222,7 +221,7 @@ def test_a_signal_ends_a_verb_with_the_documented_code(tmp_path: Path, number: s
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         try:
             descriptor = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns when the verb has opened it
-            time.sleep(0.1)
+            wait_for(lambda: Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
             running.send_signal(number)
             assert running.wait(timeout=60) == 128 + number
         finally:

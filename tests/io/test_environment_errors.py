@@ -15,6 +15,7 @@ from sample import write_sample
 from zeroelastic import UnreadableError
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.io.paths import as_path
+from zeroelastic.io.retries import Retries, retrying
 from zeroelastic.io.storage import file_size
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.verdicts import check_quickly, check_tag, plan_prune
@@ -155,7 +156,8 @@ def test_a_bucket_without_credentials_is_one_error_line(monkeypatch, tmp_path):
 
 def test_a_web_server_that_is_away_is_no_missing_file():
     pytest.importorskip("aiohttp")
-    with pytest.raises(UnreadableError, match=r"http://127\.0\.0\.1:9/a: cannot be looked at: "):
+    once_more = retrying(Retries(1, first_pause_s=0.0))
+    with once_more, pytest.raises(UnreadableError, match=r"http://127\.0\.0\.1:9/a: cannot be looked at: "):
         file_size(as_path("http://127.0.0.1:9/a"))
 
 

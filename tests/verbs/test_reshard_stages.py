@@ -13,7 +13,7 @@ import pytest
 import torch
 from places import GOLDEN
 from programs import run_command
-from saved_files import record_again
+from saved_files import record_again, tag_of
 from synthetic import edit, edit_optim, make_tag, model_name, optim_name, plain
 
 import zeroelastic
@@ -35,10 +35,6 @@ WEIGHTS = ("gain", "inner.weight", "inner.bias", "tail.weight", "tail.bias")
 
 def stage_of(name: str) -> int:
     return int(name[5]) if name.startswith("stage") else 3
-
-
-def tag_of(directory: Path) -> Path:
-    return next(directory.glob("global_step*"))
 
 
 def root_of(directory: Path) -> str | None:

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from places import GOLDEN
-from programs import run_command as verb
+from programs import run_command
 from sample import write_sample
+from saved_files import tag_of
 from stock_programs import ds_to_universal, make_universal
-from synthetic import edit, model_name, write_checkpoint
+from synthetic import edit, model_name, plain, write_checkpoint
 from training import Job, Outcome, resume, train_and_save
 
+import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
 from zeroelastic.verbs.reshard.options import ReshardOptions
@@ -135,6 +137,72 @@ def test_experts_and_missing_model_states_are_refused(tmp_path: Path) -> None:
         find_universal(tmp_path / "u")
 
 
+MODEL = "mp_rank_00_model_states.pt"
+SOURCES = ("stage1_rank2", "stage1_bf16_optimizer_rank2", "stage2_rank2", "stage2_round_robin_aligned_rank3")
+
+
+@pytest.mark.support(
+    "Using it", "`zeroelastic convert` from Universal Checkpoint to stages 1, 2 and 3", "exact", "of stages 1, 2 and 3"
+)
+@pytest.mark.parametrize("name", ["elastic2", "rigid3", *SOURCES])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_there_and_back_is_the_same_content_at_every_stage(name: str, stage: int, tmp_path: Path) -> None:
+    """The files are those of a reshard, object for object, which stock DeepSpeed loads.
+
+    The last source has gaps between its parameters, where DeepSpeed is right under round_robin_gradients.
+    """
+    source = GOLDEN / name
+    root = zeroelastic.verify(source).content_root
+    make_universal(tag_of(source), tmp_path / "there")
+    options = {"world_size": 3, "stage": stage, "format": "rigid" if stage < 3 or name == "rigid3" else "elastic"}
+    report = zeroelastic.convert(tmp_path / "there", tmp_path / "back", from_="universal", **options)
+    assert report.content_root == root == zeroelastic.verify(tmp_path / "back").content_root
+    assert report.to == options["format"]
+    zeroelastic.reshard(source, tmp_path / "direct", **options)
+    assert zeroelastic.diff(tmp_path / "direct", tmp_path / "back").equal
+    for path in tag_of(tmp_path / "direct").glob("*.pt"):
+        want, got = (torch.load(tag_of(tmp_path / d) / path.name, weights_only=False) for d in ("direct", "back"))
+        for data in (want, got):
+            data.pop("zeroelastic_save_id", None)
+            data.get("optimizer_state_dict", {}).get("zeroelastic", {}).pop("save_id", None)
+        assert plain(got) == plain(want), path.name
+
+
+def test_options_of_the_run_that_loads_go_with_from(tmp_path: Path) -> None:
+    make_universal(tag_of(GOLDEN / "elastic2"), tmp_path / "u")
+    arguments = ["convert", tmp_path / "u", tmp_path / "b", "--from", "universal", "-n", 2]
+    done = run_command(*arguments, "--stage", 2, "--round-robin-gradients")
+    assert done.returncode == 0 and "round_robin_gradients as given" in done.stdout
+    model = torch.load(tag_of(tmp_path / "b") / MODEL, weights_only=False)
+    assert list(model["param_shapes"][1]) == ["gain", "tail.bias", "inner.bias"]
+    for options, said in (
+        ({"stage": 2, "format": "elastic"}, "there is no elastic format"),
+        ({"stage": 0}, "there is no ZeRO stage 0 to reshard to"),
+        ({"parameter_alignment": True}, "makes no difference at ZeRO stage 3"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            zeroelastic.convert(tmp_path / "u", tmp_path / "c", from_="universal", world_size=2, **options)
+    with pytest.raises(UsageError, match="--stage goes with --from"):
+        zeroelastic.convert(GOLDEN / "elastic2", tmp_path / "c", to="fsdp2", stage=2)
+
+
+def test_what_deepspeeds_converter_made_wrong_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    """If nothing is wrong, DeepSpeed has been repaired: the refusal, and what the docs say of it, go."""
+    job = Job(stage=2, installed=False, elastic=False, zero={"round_robin_gradients": True})
+    rank_pool.run(train_and_save, 3, job, str(tmp_path / "a"))
+    tag = tag_of(tmp_path / "a")
+    made = make_universal(tag, tmp_path / "stock")
+    wrong = 0
+    with zeroelastic.open(tag) as saved:
+        for path in (made / tag.name / "zero").glob("*/exp_avg.pt"):
+            right = saved.optimizer(path.parent.name)["exp_avg"].torch()
+            wrong += not torch.equal(torch.load(path)["param"].view(-1), right.view(-1))
+    assert wrong >= 3
+    with pytest.raises(UnsupportedError, match=r"ds_to_universal\.py, which gave parameters the values of others"):
+        zeroelastic.convert(made, tmp_path / "b", from_="universal", world_size=2)
+    assert not (tmp_path / "b").exists()
+
+
 # ---- the verb
 
 
@@ -148,9 +216,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     arguments = ["convert", "there", "again", "--from", "universal", "-n", "3"]
-    dry = verb(*arguments, "--dry-run", "--json", cwd=sample)
+    dry = run_command(*arguments, "--dry-run", "--json", cwd=sample)
     assert dry.returncode == 0 and not (sample / "again").exists()
-    done = verb(*arguments, "--json", cwd=sample)
+    done = run_command(*arguments, "--json", cwd=sample)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     document = json.loads(done.stdout)
     record = read_record(sample / "ckpt" / "global_step4")
@@ -163,9 +231,9 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     )
     before = json.loads(dry.stdout)
     assert before["tensors"] == document["tensors"] == 55 and before["content_root"] is None
-    text = verb(
+    text = run_command(
         "convert", "there/global_step4", "rigid", "--from", "universal", "-n", "2", "--format", "rigid", cwd=sample
     )
     assert "wrote rigid for 2 ranks: 55 tensors" in text.stdout and record.content_root[:12] in text.stdout
-    done = verb(*arguments, cwd=sample)
+    done = run_command(*arguments, cwd=sample)
     assert done.returncode == 2 and "already exists" in done.stderr
