@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from import_order import LEVELS, ROOMS
+from places import GOLDEN
 
 import zeroelastic
 
@@ -201,7 +202,8 @@ def fresh(code: str) -> str:
     return done.stdout
 
 
-LOADED = "import sys; print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'deepspeed', 'numpy'}))"
+LARGE = ("torch", "deepspeed", "numpy", "fsspec")
+LOADED = f"import sys; print(sorted({{name.split('.')[0] for name in sys.modules}} & {{*{LARGE}}}))"
 
 
 def test_importing_zeroelastic_imports_none_of_the_large_ones():
@@ -225,12 +227,30 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
         "checkpoint.open",
         "verbs.plan",
         "executors.dispatch",
+        "torch_file.archive",
         "testing",
         "cli.app",
     ],
 )
 def test_these_work_without_torch_and_deepspeed(name):
     assert fresh(f"import zeroelastic.{name}; {LOADED}") in ("[]\n", "['numpy']\n")
+
+
+GOLDEN_TAGS = f"import pathlib; golden = pathlib.Path({str(GOLDEN)!r}); import zeroelastic\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for name in ('stage2_rank2', 'rigid3', 'elastic3'): zeroelastic.inspect(golden / name, all_ranks=True)",
+        "with zeroelastic.open(golden / 'elastic3') as ck: ck['inner.weight'][1:].numpy(), ck.client_state",
+        "zeroelastic.reshard(golden / 'rigid2', 'out', world_size=3)",
+        "zeroelastic.verify(golden / 'stage2_rank2')",
+    ],
+)
+def test_checkpoints_of_this_machine_are_read_and_written_with_numpy_alone(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fresh(f"{GOLDEN_TAGS}{code}\n{LOADED}") == "['numpy']\n"
 
 
 def test_the_activation_imports_next_to_nothing():

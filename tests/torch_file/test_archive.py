@@ -10,7 +10,6 @@ import errno
 import functools
 import os
 import pickle
-import subprocess
 import sys
 import zipfile
 import zlib
@@ -358,8 +357,3 @@ def test_a_full_disk_is_noticed_before_anything_is_moved(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match=r"x\.pt") as error:
         Archive(tmp_path / "x.pt", {})
     assert error.value.errno == errno.ENOSPC
-
-
-def test_it_needs_no_torch() -> None:
-    code = "import sys; from zeroelastic.torch_file import archive; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
