@@ -29,8 +29,10 @@ from saved_files import record_of
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, SavedWith, record_text
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.param_table import param_records, params_digest
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.core.layout import Param, pack_sub_groups
+from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -446,6 +448,15 @@ def load_alone(state: dict[str, Any], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
         dcp.load(state, checkpoint_id=folder, **alone)
+
+
+def whole_tensor(part: TensorSet, number: int, key: str) -> bytes:
+    """A tensor of 32 bits, put together from where its parts lie."""
+    rows = part.tensor_rows(number, key)
+    data = np.zeros(part.params[number].numel * 4, dtype=np.uint8)
+    table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * 4, rows.nbytes)
+    read_segments(table, rows.paths, [data])
+    return data.tobytes()
 
 
 def read_dcp(folder: Path) -> dict[str, object]:

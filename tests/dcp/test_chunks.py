@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import CountedFileSystem, counted, put
-from synthetic import Box, grid, job_state, rows, write_dcp
+from synthetic import Box, grid, job_state, rows, whole_tensor, write_dcp
 
 from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.layout import unpacked_layout
 from zeroelastic.core.plan import check_plan, make_plan
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import CheckpointError, UnsupportedError
-from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.retries import Retries, retrying
 from zeroelastic.io.storage import read_exactly
@@ -29,21 +27,13 @@ __all__ = ["counted"]
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "b.weight": (2, 3, 4), "one": (1,), "scale": ()}
 
 
-def whole(part: TensorSet, number: int, key: str) -> bytes:
-    rows = part.tensor_rows(number, key)
-    data = np.zeros(part.params[number].numel * 4, dtype=np.uint8)
-    table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * 4, rows.nbytes)
-    read_segments(table, rows.paths, [data])
-    return data.tobytes()
-
-
 def check(folder: Path, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> TensorSet:
     part = open_dcp(folder).trained
     assert [param.name for param in part.params] == list(SHAPES)
     for number, param in enumerate(part.params):
         assert param.shape == SHAPES[param.name]
         for key, stored in (("fp32", f"model.{param.name}"), ("exp_avg", f"optim.state.{param.name}.exp_avg")):
-            assert whole(part, number, key) == tensors[stored][0].numpy().tobytes()
+            assert whole_tensor(part, number, key) == tensors[stored][0].numpy().tobytes()
     for ranks in (1, 3):
         for rank in range(ranks):
             check_plan(make_plan(part.layout, unpacked_layout(part.params, ranks), rank))

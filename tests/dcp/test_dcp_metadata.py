@@ -10,17 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from places import GOLDEN
-from synthetic import job_state, rows, write_dcp, write_table
+from synthetic import job_state, rows, whole_tensor, write_dcp, write_table
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from zeroelastic.dcp.metadata import read_metadata
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UnsupportedError
-from zeroelastic.executors.dispatch import CopyTable, read_segments
 
 SHAPES = {"w": (6, 4), "b": (6,)}
 WEIGHT = MetadataIndex("model.w", torch.Size([0, 0]))
@@ -49,11 +47,7 @@ def test_a_checkpoint_that_a_job_of_fsdp2_saved_is_read_to_the_bit() -> None:
         for number, param in enumerate(part.params):
             for key in part.dtypes[number]:
                 stored = f"optim.state.{param.name}.{key}" if key.startswith("exp") else f"model.{param.name}"
-                rows = part.tensor_rows(number, key)
-                data = np.zeros(4 * param.numel, dtype=np.uint8)
-                table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * 4, rows.nbytes)
-                read_segments(table, rows.paths, [data])
-                read[stored] = data.tobytes().hex()
+                read[stored] = whole_tensor(part, number, key).hex()
     assert read == {key: value for key, value in expected.items() if key != "model.seen" and "step" not in key}
     assert found.named.scalars["first.weight"]["step"].value == 2.0 and found.buffers.keys() == {"seen"}
 

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from import_order import LEVELS, ROOMS
 from places import ROOT
 
 sys.path.insert(0, str(ROOT / "docs/tools"))
@@ -64,22 +63,3 @@ def test_the_drawing_shows_only_stops_of_the_page() -> None:
     boxes = {stop for stops in WALKS.values() for stop in stops}
     assert len(boxes) >= 20 and "assets/walk.svg" in TEXT
     assert boxes <= {part for name, _ in LINKS for part in re.split(r"[./]", name)}
-
-
-def rows(header: str) -> list[tuple[str, str]]:
-    """The first two cells of each row of the table whose header begins so."""
-    table = TEXT.split(f"| {header}", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    return [(cells[1], cells[2]) for cells in (line.split("|") for line in table)]
-
-
-def names(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
-def test_the_packages_are_listed_in_the_order_of_their_imports() -> None:
-    listed = [{"" if name == "zeroelastic" else name for name in names(cell)} for cell, _ in rows("imports from above")]
-    assert listed == LEVELS
-
-
-def test_the_rooms_are_listed_in_the_order_of_their_imports() -> None:
-    assert {names(package)[0]: names(cell) for package, cell in rows("package | rooms")} == ROOMS
