@@ -147,7 +147,14 @@ def test_for_people_it_says_the_same(quick: Path) -> None:
     assert "To fix\n  deepspeed: the process" in done.stdout and done.stdout.endswith("Not usable as it is.\n")
 
 
-@pytest.mark.parametrize(("env", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+@pytest.mark.parametrize(
+    ("env", "coloured"),
+    [
+        ({}, True),
+        ({"NO_COLOR": "1"}, False),
+        pytest.param({"TERM": "dumb"}, False, marks=pytest.mark.extended),
+    ],
+)
 def test_colours_are_for_terminals_and_NO_COLOR_is_honoured(quick: Path, env: dict[str, str], coloured: bool) -> None:
     ours, theirs = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
@@ -274,9 +281,9 @@ def cut_library() -> bytes:
     ("content", "name", "said"),
     [
         (lambda: b"not a library", "native", "{library}"),
-        (some_library, "cuda", "{library}"),
+        pytest.param(some_library, "cuda", "{library}", marks=pytest.mark.extended),
         (cut_library, "native", "SIG"),
-        (cut_library, "cuda", "SIG"),
+        pytest.param(cut_library, "cuda", "SIG", marks=pytest.mark.extended),
     ],
 )
 def test_a_damaged_library_is_a_problem_with_a_remedy(
@@ -322,9 +329,17 @@ NOISE = (
     ("text", "reason"),
     [
         ("raise ImportError('libcudart.so.12: cannot\\nbe opened')", "exited with 1; it said last: be opened."),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'."),
+        pytest.param(
+            "import no_such_module",
+            "ModuleNotFoundError: No module named 'no_such_module'.",
+            marks=pytest.mark.extended,
+        ),
         ("os.kill(os.getpid(), 11)", "the process that loads it was killed by SIGSEGV;"),
-        ("sys.stderr.write('gone\\n\\n'); os._exit(7)", "exited with 7; it said last: gone."),
+        pytest.param(
+            "sys.stderr.write('gone\\n\\n'); os._exit(7)",
+            "exited with 7; it said last: gone.",
+            marks=pytest.mark.extended,
+        ),
         ("sys.exit(0)", "exited with 0; it said last: to "),
     ],
 )

@@ -320,6 +320,7 @@ def test_checkpoints_that_deepspeed_saved(name: str) -> None:
     assert latest(GOLDEN / name).stdout == "global_step2\n"
 
 
+@pytest.mark.extended
 def test_5000_tags_are_quick(tmp_path: Path) -> None:
     source = GOLDEN / "elastic3" / "global_step2"
     record = record_of(source)
