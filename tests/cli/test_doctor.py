@@ -12,8 +12,8 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from places import ROOT
 from programs import documented_keys, is_running, run_python, wait_for
 
 import zeroelastic
-from zeroelastic.cli.doctor import Component, _ask, compiled_ops, diagnose
+from zeroelastic.cli.doctor import Component, _ask, diagnose
 from zeroelastic.cli.documents import check
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.dispatch import describe_build
@@ -112,16 +112,12 @@ def test_a_sound_environment_is_usable_and_the_document_has_the_documented_keys(
 
 
 @pytest.mark.parametrize(
-    ("quiet_s", "source", "stale"),
-    [
-        (5000, "baton = FileBaton(path)", True),
-        (60, "baton = FileBaton(path)", False),
-        (5000, "with FileLock(path):", False),
-    ],
-    ids=["left", "just now", "torch 2.14"],
+    ("held", "source", "left"),
+    [(False, "FileBaton(path)", True), (True, "FileBaton(path)", False), (False, "FileLock(path)", False)],
+    ids=["left", "held", "torch 2.14"],
 )
-def test_a_lock_is_stale_only_where_nothing_was_built_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_s: float, source: str, stale: bool
+def test_a_lock_that_no_process_has_open_is_named_with_the_command_that_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool, source: str, left: bool
 ) -> None:
     """torch 2.14 leaves the file after every build, and the kernel releases the lock."""
     torch = tmp_path / "torch"
@@ -129,14 +125,14 @@ def test_a_lock_is_stale_only_where_nothing_was_built_for_long(
     (torch / "utils/cpp_extension.py").write_text(source)
     monkeypatch.setattr(util, "find_spec", lambda name: SimpleNamespace(origin=str(torch / "__init__.py")))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    monkeypatch.setattr("zeroelastic.cli.doctor._ask", lambda name: Component(state="missing", about=""))
     lock = tmp_path / "ops" / "py311_cpu" / "cpu adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    os.utime(lock, (time.time() - quiet_s,) * 2)
-    assert compiled_ops() == ([], [str(lock)] * stale)
-    monkeypatch.setattr("zeroelastic.cli.doctor._ask", lambda name: Component(state="missing", about=""))
-    problems = diagnose().problems
-    assert len(problems) == stale and all(f"remove it: rm '{lock}'" in problem for problem in problems)
+    with lock.open() if held else nullcontext():
+        found = diagnose()
+    assert found.stale_locks == [str(lock)] * left
+    assert len(found.problems) == left and all(f"remove it: rm '{lock}'" in problem for problem in found.problems)
 
 
 def test_for_people_it_says_the_same(quick: Path) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import subprocess
 import sys
-import time
 from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +21,7 @@ from zeroelastic.cli.app import FAILED
 from zeroelastic.cli.options import JsonOption
 from zeroelastic.cli.tables import Severity, Table, View, facts, print_view, row, sentences
 from zeroelastic.cli.terminal import print_report
+from zeroelastic.compiled_ops import compiled_ops, left_locks
 from zeroelastic.errors import ConfigError, signal_name
 from zeroelastic.executors.build_info import REMEDIES, EngineLibrary
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
@@ -31,7 +30,6 @@ from zeroelastic.verbs.report import Part, Report
 _PACKAGE = Path(zeroelastic.__file__).resolve().parent
 _REMEDIES = dict[str, str](REMEDIES, deepspeed="To see the whole error: python -c 'import deepspeed'.")  # type: ignore[arg-type]
 _LIMIT_S = 300.0
-_QUIET_S = 1800.0  # without changes in its folder a lock counts as left behind
 _CHILD = "import sys; sys.path[:] = eval(sys.argv[1]); from zeroelastic.cli import doctor; doctor._answer(sys.argv[2])"
 
 
@@ -109,10 +107,9 @@ def build_cuda_engine() -> None:
 def diagnose() -> Doctor:
     """Look at everything; the import of DeepSpeed takes seconds."""
     components = {name: _ask(name) for name in _REMEDIES}
-    ops, stale_locks = compiled_ops()
+    locks = left_locks()
     problems = [f"{name}: {found.about}" for name, found in components.items() if found.state == "broken"]
-    left = "a build that was killed left this lock, and builds there wait forever. If nothing builds there, remove it:"
-    problems += [f"{lock}: {left} rm {shlex.quote(lock)}" for lock in stale_locks]
+    problems += locks.values()
     installed = {found.name: found.version for found in reversed([*metadata.distributions()])}
     versions: dict[str, str | None] = {"zeroelastic": zeroelastic.__version__, "python": platform.python_version()}
     return Doctor(
@@ -121,8 +118,8 @@ def diagnose() -> Doctor:
         versions=versions | {name: installed.get(name) for name in ("torch", "deepspeed", "numpy")},
         places={"package": str(_PACKAGE), "interpreter": sys.executable, "platform": platform.platform()},
         components=components,
-        ops=ops,
-        stale_locks=stale_locks,
+        ops=compiled_ops(),
+        stale_locks=[*map(str, locks)],
     )
 
 
@@ -176,24 +173,3 @@ def check_deepspeed() -> Component:
     except zeroelastic.IncompatibleDeepSpeedError as error:
         return Component(state="broken", about=str(error), seams=seams)
     return Component(state="usable", about="zeroelastic.install() works; its methods are as expected", seams=seams)
-
-
-def compiled_ops() -> tuple[list[str], list[str]]:
-    """Return the ops that torch has compiled in its folder, and the locks there that no process will release."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache)
-    folders = sorted(path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir())
-    torch = util.find_spec("torch")
-    source = Path((torch and torch.origin) or "").parent / "utils/cpp_extension.py"
-    waits = source.is_file() and "FileBaton" in source.read_text()  # torch from 2.14 on leaves the file unlocked
-    stale = [str(folder / "lock") for folder in folders if waits and _is_stale(folder / "lock")]
-    return [folder.name for folder in folders if (folder / f"{folder.name}.so").exists()], stale
-
-
-def _is_stale(lock: Path) -> bool:
-    """Return whether nothing was written into the folder of a lock for half an hour."""
-    try:
-        written = max(path.stat().st_mtime for path in lock.parent.iterdir()) if lock.exists() else time.time()
-    except FileNotFoundError:  # removed meanwhile: something builds there
-        return False
-    return time.time() - written > _QUIET_S

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import launched
+from programs import launched, run_python
 from saved_files import record_of
 from training import Job, build_engine, ds_config, raised, train_step
 
@@ -23,12 +23,13 @@ def test_uninstall_restores_every_attribute(rank_pool: RankPool) -> None:
 
 def install_twice_and_uninstall() -> list[str]:
     """Names of class attributes that are not the very objects they were."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     import zeroelastic
 
-    classes = (DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3)
+    classes = (DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3, OpBuilder)
     before = [dict(vars(owner)) for owner in classes]
 
     def signatures() -> list[inspect.Signature]:
@@ -46,6 +47,7 @@ def install_twice_and_uninstall() -> list[str]:
         "_configure_zero_optimizer",
         "_get_all_ckpt_names",
         "destroy",
+        "jit_load",
         "load_checkpoint",
         "load_state_dict",
         "save_16bit_model",
@@ -65,6 +67,39 @@ def install_twice_and_uninstall() -> list[str]:
         for name in old.keys() | new.keys()
         if old.get(name) is not new.get(name)
     ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_holds_up_the_first_use_of_an_op_is_said_on_one_rank_of_a_node(tmp_path: Path, compiled: bool) -> None:
+    """The compiler takes minutes without a word, and a lock that a killed build left has no end."""
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    if compiled:
+        (folder / "cpu_adam.so").touch()
+    else:
+        (folder / "lock").touch()
+    said = []
+    for rank in "01":
+        done = run_python("-c", USES_AN_OP, TORCH_EXTENSIONS_DIR=str(tmp_path), LOCAL_RANK=rank)
+        assert done.returncode == 0, done.stderr
+        said.append([line for line in done.stderr.splitlines() if "[zeroelastic]" in line])
+    compiles = "[zeroelastic] DeepSpeed compiles its op cpu_adam, once on this machine: that takes a minute or two"
+    waits = (
+        f"[zeroelastic] {folder}/lock: was left by a build that was killed, and builds there wait forever. If nothing "
+        f"builds there on another machine, remove it: rm {folder}/lock"
+    )
+    assert said == [[] if compiled else [compiles, waits], []]
+
+
+USES_AN_OP = """
+from deepspeed.ops.op_builder.builder import OpBuilder
+OpBuilder.jit_load = lambda self, verbose=True: "the op"
+
+import zeroelastic
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+zeroelastic.install()
+assert CPUAdamBuilder().jit_load(verbose=False) == "the op"
+"""
 
 
 def save_with_overrides(directory: str) -> list[bool]:

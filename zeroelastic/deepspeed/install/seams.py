@@ -5,6 +5,7 @@ anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``_configure_bf16_
 ``load_checkpoint``, ``_get_all_ckpt_names``, ``DeepSpeedZeroOptimizer_Stage3.state_dict``, and ``load_state_dict`` of
 the optimizers of all stages; and for saves that go on after they returned ``DeepSpeedEngine.save_16bit_model``,
 ``destroy`` and ``__del__``. Every wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
+``OpBuilder.jit_load`` says before it compiles an op.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _GROUPS = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer.BF16_Optimizer"
+_BUILDER = "deepspeed.ops.op_builder.builder.OpBuilder"
 _WRITERS = "deepspeed.runtime.checkpoint_engine"
 _SWAP = "deepspeed.runtime.swap_tensor"
 _LOAD = "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only custom_load_fn"
@@ -67,6 +69,7 @@ SEAMS = (
     *_seams(_STAGE3, "state_dict", "load_state_dict state_dict_list load_optimizer_states load_from_fp32_weights"),
     *_seams(_GROUPS, "load_state_dict state_dict_list"),
     *_seams(_BF16, "load_state_dict state_dict_list"),
+    *_seams(_BUILDER, "jit_load verbose"),
 )
 
 USED = (

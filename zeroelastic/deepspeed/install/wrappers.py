@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from zeroelastic._version import __version__
 from zeroelastic.activation import VARIABLE, is_active
+from zeroelastic.compiled_ops import compiled_ops, left_locks
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, link, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
@@ -134,6 +136,17 @@ def _get_all_ckpt_names(original: Method, self: Engine, checkpoints_path: Any, t
     """The module states file that preflight chose, while a load of ours runs: new ranks have none of their own."""
     paths = state_of(self).module_paths
     return original(self, checkpoints_path, tag) if paths is None else list(paths)
+
+
+def jit_load(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's own; one rank of each node says before it that an op is compiled, and which lock holds that up."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        if self.name not in compiled_ops():
+            logger.info("DeepSpeed compiles its op %s, once on this machine: that takes a minute or two", self.name)
+        for lock, sentence in left_locks().items():
+            if lock.parent.name == self.name:
+                logger.warning("%s", sentence)
+    return original(self, *args, **kwargs)
 
 
 def save_16bit_model(original: Method, self: Engine, *args: Any, **kwargs: Any) -> Any:
