@@ -41,6 +41,8 @@ GOLDEN = sorted(places.GOLDEN.glob("*/global_step*"))
 KINDS = ("elastic", "rigid", "rigid without record")
 RANKS = 3
 SEEDS = range(4)
+MANY = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in SEEDS[1:])]
+"""Seeds of tests that damage files twenty times."""
 
 
 @pytest.fixture(scope="session")
@@ -360,13 +362,13 @@ def check_that_damage_is_found(tag_dir: Path, seed: int) -> None:
         path.write_bytes(before)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", MANY)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_a_file_is_found_and_no_other_is_blamed(tag_dir: Path, seed: int) -> None:
     check_that_damage_is_found(tag_dir, seed)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", MANY)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_whatever_happens_to_a_file_of_stages_1_and_2_is_found(tmp_path: Path, stage: int, seed: int) -> None:
     zeroelastic.reshard(
