@@ -8,10 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
-from documentation import anchors, links, pages
 from places import ROOT
 from programs import blocks, run_as_written, run_command
 from warm_python import executable
+
+
+def pages() -> list[str]:
+    """Every page below docs, by its path from the root of the repository."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def links(document: str) -> list[str]:
+    """The targets of the links and pictures of a page within the repository, as they are written."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link may have behind its #: the headings of a page as code hosts and the site number them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+?)\s*$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
 
 RUN_BY_OTHER_TESTS = {
     "docs/guides/accelerate.md": "integrations/test_frameworks.py",
@@ -109,10 +127,3 @@ GROWS_WITH_THE_TESTS = "docs/support.md"
 @pytest.mark.parametrize("document", [page for page in pages() if page != GROWS_WITH_THE_TESTS])
 def test_a_page_is_of_a_length_that_is_read(document: str) -> None:
     assert len((ROOT / document).read_text().splitlines()) <= 300
-
-
-def test_the_table_of_options_is_the_generated_one() -> None:
-    """After a change: put the output of ``options_table()`` into docs/reference/options.md."""
-    from zeroelastic.deepspeed.options import options_table
-
-    assert options_table() in (ROOT / "docs/reference/options.md").read_text()

@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 import pytest
-from documentation import anchors
 from front_ends.commands import FRONT_ENDS
 from front_ends.run import table
 from places import ROOT
@@ -80,15 +79,6 @@ def test_every_environment_variable_has_an_entry() -> None:
 def test_every_verb_has_its_part_of_the_page_and_no_other() -> None:
     parts = re.findall(r"^## (\w+)\n+(?:```.*?```\n+)?<!-- generated: (\w+) -->$", CLI, flags=re.MULTILINE | re.DOTALL)
     assert [verb for verb, part in parts if verb == part] == list(VERBS)
-
-
-def test_options_link_to_headings_that_exist() -> None:
-    """Links in the descriptions of options are those of docs/reference/options.md."""
-    for path, _, anchor in (
-        match.partition("#") for match in re.findall(r"\]\(([^)]+)\)", (DOCS / "reference/options.md").read_text())
-    ):
-        target = DOCS / "reference" / path
-        assert target.is_file() and (not anchor or anchor in anchors(target))
 
 
 def test_the_first_use_of_a_word_becomes_a_link_and_no_other() -> None:

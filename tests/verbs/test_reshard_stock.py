@@ -1,6 +1,6 @@
 """Resharded checkpoints in stock DeepSpeed: the whole state is the saved one, and training goes on as it would have.
 
-Some loads run in processes in which zeroelastic cannot be imported at all (tests/stock_resume.py); others, faster, in
+Some loads run in processes in which zeroelastic cannot be imported at all (tests/stock_programs.py); others, faster, in
 a pool of ranks in which it is not installed. The truth is gathered from the flat buffers of both runs
 (``zeroelastic.testing`` and tests/training.py), because DeepSpeed's own accessors are wrong under
 ``round_robin_gradients``.
