@@ -45,8 +45,7 @@ def write_files(tag: Path, num_params: int) -> None:
 
 def write_record(tag: Path, num_params: int, num_ranks: int) -> None:
     """A commit record of many parameters under Adam, and of the two files of each of many ranks."""
-    from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CommitRecord, SavedWith, record_text
-    from zeroelastic.checkpoint.param_table import param_records
+    from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CommitRecord, SavedWith, param_records, record_text
     from zeroelastic.core.digest import ParamContent, ScalarValue
 
     keys, scalars = ("fp32", "exp_avg", "exp_avg_sq"), {"step": ScalarValue("float32", 3.0)}

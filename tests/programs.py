@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from documents import check
 from places import ROOT
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import VERBS, app
-from zeroelastic.cli.documents import check
 
 
 def run_program(

@@ -26,9 +26,16 @@ import numpy as np
 import torch
 from saved_files import record_of
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, SavedWith, record_text
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CommitRecord,
+    SavedWith,
+    param_records,
+    params_digest,
+    record_text,
+)
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.core.layout import Param, pack_sub_groups

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from documents import schemas
 from typer.main import get_command
 
 from zeroelastic.cli.app import VERBS, app
-from zeroelastic.cli.documents import schemas
 from zeroelastic.deepspeed.options import options_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]

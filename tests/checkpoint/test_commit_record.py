@@ -17,10 +17,10 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_VERSION,
     CommitRecord,
     SavedWith,
+    param_records,
     read_record,
     record_text,
 )
-from zeroelastic.checkpoint.param_table import param_records
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError

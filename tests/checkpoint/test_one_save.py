@@ -11,7 +11,7 @@ import pytest
 from synthetic import write_checkpoint
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.one_save import one_save, watch
+from zeroelastic.checkpoint.tag_files import one_save, watch
 from zeroelastic.errors import CheckpointError, SavedAgainError
 
 OPTIM = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.checkpoint.read_ranges import ReadFiles, ReadRanges, faults_of_archive, faults_of_file
 from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file.zip_check import ZipRecord, ZipRecords, read_zip_records
+from zeroelastic.verbs.reading import ReadFiles, ReadRanges, faults_of_archive, faults_of_file
 
 NUMEL = (1, 40, 3000, 100_000)
 

@@ -1,4 +1,4 @@
-"""zeroelastic.checkpoint.streams: whole tensors once, and copies of ranks compared."""
+"""zeroelastic.checkpoint.tag_headers: whole tensors once, and copies of ranks compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saved_files import flip
 from sliced import Topology, sliced_part, tensor_lists, topologies
 
 from zeroelastic.checkpoint.saved_state import TensorSet
-from zeroelastic.checkpoint.streams import DigestKeys, streams_of, sum_copies
+from zeroelastic.checkpoint.tag_headers import DigestKeys, streams_of, sum_copies
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.core.layout import Param
 from zeroelastic.executors.dispatch import digest_range

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS
 from hypothesis import given
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
@@ -21,8 +22,7 @@ from programs import documented_keys, run_command, run_program, run_python
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
 from zeroelastic.cli import app
-from zeroelastic.cli.documents import DOCUMENTS
-from zeroelastic.verbs.report import SCHEMA_VERSION
+from zeroelastic.verbs.interface import SCHEMA_VERSION
 
 
 def verb_section(verb: str) -> str:

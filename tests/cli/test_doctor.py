@@ -19,12 +19,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from documents import check
 from places import ROOT
 from programs import documented_keys, is_running, run_python, wait_for
 
 import zeroelastic
 from zeroelastic.cli.doctor import Component, _ask, diagnose
-from zeroelastic.cli.documents import check
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.dispatch import describe_build
 

@@ -21,8 +21,7 @@ from synthetic import optim_name, write_checkpoint
 
 import zeroelastic
 from zeroelastic.cli.figures import what_moves, who_holds_what
-from zeroelastic.cli.page import page, write_page
-from zeroelastic.cli.tables import Row, Table, View
+from zeroelastic.cli.view import Row, Table, View, page, write_page
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import UsageError
 from zeroelastic.io import atomic
@@ -140,7 +139,7 @@ def test_of_all_that_write_at_once_one_does_and_nothing_is_left(
     if not can_rename:
         monkeypatch.setattr(atomic, "rename_new", lambda src, dst: False)
     out, refused = tmp_path / "report.html", []
-    monkeypatch.setattr("zeroelastic.cli.page.page", lambda verb, view: view.sentence)
+    monkeypatch.setattr("zeroelastic.cli.view.page", lambda verb, view: view.sentence)
 
     def write(text: str) -> None:
         try:
@@ -262,7 +261,7 @@ def test_what_moves_adds_up_to_what_is_read(samples: Path, world_size: int) -> N
 
 
 def test_a_table_that_is_cut_says_how_many_more_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    from zeroelastic.cli.tables import print_view
+    from zeroelastic.cli.view import print_view
 
     rows = tuple(Row((f"row {i}",)) for i in range(1500))
     view = View("x", (Table("long", rows, most=3), Table("empty", ())), "fine", "good")

@@ -27,7 +27,7 @@ from programs import copy_sources, run_program, run_python
 
 from zeroelastic.core.digest import digest_range
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors import abi, dispatch, native_executor
+from zeroelastic.executors import dispatch, native_executor
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.executors.dispatch import Cast, CopyTable, DigestRows
 from zeroelastic.executors.native_executor import instruction_set, limit_instruction_set
@@ -329,13 +329,13 @@ def test_the_build_says_what_made_it() -> None:
 
 HEADERS = ("csrc/zeroelastic.h", "csrc/cuda/zeroelastic_cuda.h")
 STRUCTURES = {
-    "ze_error": abi.Error,
-    "ze_table": abi.TableStruct,
-    "ze_files": abi.Files,
-    "ze_buffers": abi.Buffers,
-    "ze_digest": abi.Digest,
-    "ze_progress": abi.ProgressStruct,
-    "ze_options": abi.CallOptions,
+    "ze_error": native_executor.Error,
+    "ze_table": native_executor.TableStruct,
+    "ze_files": native_executor.Files,
+    "ze_buffers": native_executor.Buffers,
+    "ze_digest": native_executor.Digest,
+    "ze_progress": native_executor.ProgressStruct,
+    "ze_options": native_executor.CallOptions,
 }
 
 

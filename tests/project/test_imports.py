@@ -36,11 +36,11 @@ SEPARATE = [("deepspeed", "verbs")]
 
 INSIDE = {
     "elastic": {
-        "checkpoint.rng_files", "core.global_batch", "deepspeed.engine", "deepspeed.engine_state",
+        "core.global_batch", "deepspeed.engine", "deepspeed.engine_state",
         "deepspeed.install.seams", "deepspeed.install.wrappers", "deepspeed.load.tag_choice",
         "deepspeed.node_local.node_tags", "deepspeed.client_state", "deepspeed.save.background",
         "distributed.collective", "distributed.partners", "errors", "io.paths", "observers", "report",
-        "runs.names", "runs.tags", "runs.verdicts",
+        "runs.names", "runs.run_store", "runs.tags", "runs.verdicts",
     },
     "integrations": {
         "zeroelastic", "checkpoint.open", "core.global_batch", "deepspeed.engine", "deepspeed.live.kinds",

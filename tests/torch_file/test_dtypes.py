@@ -17,7 +17,7 @@ from zeroelastic.torch_file.archive import Archive, write_tree
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file, read_tree
 from zeroelastic.torch_file.tree import new_storage, tensor
 from zeroelastic.verbs.diff import compare_bytes
-from zeroelastic.verbs.elements import bits_of, values_of
+from zeroelastic.verbs.tensor import bits_of, values_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support")
 ALL = {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}

@@ -15,7 +15,7 @@ from training import initialize
 import zeroelastic
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
-from zeroelastic.verbs.convert.adapters import adapters_of
+from zeroelastic.verbs.convert.safetensors_files import adapters_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

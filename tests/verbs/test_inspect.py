@@ -23,8 +23,8 @@ from synthetic import GROUPS, SAVE_ID, edit, edit_optim, model_name, optim_name,
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.cli.tables import Table, print_table, row
 from zeroelastic.cli.terminal import printable
+from zeroelastic.cli.view import Table, print_table, row
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.runs.locate import find_source

@@ -30,7 +30,7 @@ from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file import archive
 from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardReport, plan_reshard
 from zeroelastic.verbs.reshard.reshard import run_reshard
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from sample import write_sample
 
-from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.run_store import derived_seed
 from zeroelastic.torch_file.header import read_tree
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardReport, plan_reshard
 from zeroelastic.verbs.reshard.reshard import run_reshard
-from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, write_sidecar_files
+from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, reseed, write_sidecar_files
 
 
 def run(src: Path, dst: Path, world_size: int) -> ReshardReport:

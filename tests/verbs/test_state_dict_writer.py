@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.verbs.convert import state_dict_writer as ours
+from zeroelastic.verbs.convert import to_fsdp2 as ours
 from zeroelastic.verbs.convert.convert import write_plan
 from zeroelastic.verbs.convert.to_fsdp2 import plan_fsdp2
 

@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.reshard import run_reshard
 
 TAG = "global_step3"

@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
+from documents import DOCUMENTS
 from programs import documented_keys, run_command
 from pydantic import BaseModel, ValidationError
 
 import zeroelastic
 from zeroelastic.cli.app import verb_function
-from zeroelastic.cli.documents import DOCUMENTS
 
 VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "verify")
 ONLY_THE_COMMAND = {"as_json", "all_tags", "path", "html", "force", "yes", "quiet"}

@@ -32,9 +32,8 @@ from zeroelastic.io.storage import Blocks
 from zeroelastic.runs.verdicts import check_quickly
 from zeroelastic.torch_file import zip_check
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
-from zeroelastic.verbs.verify.findings import full_report
+from zeroelastic.verbs.verify.findings import VerifyReport, full_report
 from zeroelastic.verbs.verify.payload_scan import file_rows, scan_ranks
-from zeroelastic.verbs.verify.report import VerifyReport
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 GOLDEN = sorted(places.GOLDEN.glob("*/global_step*"))

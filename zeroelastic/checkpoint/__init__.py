@@ -6,18 +6,15 @@
                       sentences
     tag_files         the names of ranks' files, all files of a directory by what they are, and the mark of an upload
     model_states      the model states file of one rank
-    optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it, and
-                      ``elastic_table`` the table in elastic ones
+    optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it;
+                      ``rank_layout``: how its flat buffers are cut, and the table of them in elastic ones
     topology          how ranks are grouped, and which slices of tensors they have, by DeepSpeed's maps
     saved_layout      the layout over all ranks of a save with slices; ``expert_files`` for frozen experts
-    commit_record     ``zeroelastic.json``: sizes, digests and the content root
-    param_table       the parameters in it
+    commit_record     ``zeroelastic.json``: sizes, parameters, digests and the content root; ``one_save``: all that is
+                      read of a tag is of one save
     saved_state       all ranks' optimizer files as one state
-    streams           what of a save is digested by itself, copies included
     extents           where the bytes of a plan are in files
     param_changes     parameters that one side has and the other has not
-    one_save          everything that is read belongs to one save
-    rng_files         the random generators of front ends
 
 Imports ``torch_file``, ``executors``, ``io`` and ``core``. Read ``open`` first.
 """

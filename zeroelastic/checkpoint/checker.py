@@ -43,13 +43,7 @@ from zeroelastic.checkpoint.tag_files import (
     require_files,
 )
 from zeroelastic.checkpoint.tag_headers import TagHeaders
-from zeroelastic.errors import (
-    CheckpointError,
-    MissingFileError,
-    UndescribedSlicesError,
-    UnsupportedError,
-    counted,
-)
+from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, UnsupportedError, counted
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 

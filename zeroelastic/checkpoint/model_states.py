@@ -15,12 +15,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.module_names import module_names, places_of
-from zeroelastic.checkpoint.optimizer_file import (
-    TensorForm,
-    checked_params,
-    checked_table,
-    zero_option,
-)
+from zeroelastic.checkpoint.optimizer_file import TensorForm, checked_params, checked_table, zero_option
 from zeroelastic.checkpoint.tag_files import (
     SAVE_ID,
     WHOLE_MODEL_FILE,

@@ -16,9 +16,9 @@ from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.inventory import NO_FILES, Inventory, check_sizes, list_files
 from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
-from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup, configured_batch
-from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file
+from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, read_optimizer_file
+from zeroelastic.checkpoint.rank_layout import RankSlices
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
@@ -30,6 +30,7 @@ from zeroelastic.checkpoint.tag_files import (
     parse_rank_file,
     rank_files,
     refuse_unfinished,
+    watch,
 )
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.collector import paused_collector

@@ -1,7 +1,7 @@
 """Reads the header of one rank's optimizer file, in each format.
 
 At stage 3, ``rigid`` is what stock DeepSpeed writes: a nested ``optimizer_state_dict`` over padded flat buffers.
-``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with a table (``elastic_table``).
+``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with a table (``rank_layout.elastic_table``).
 At stages 1 and 2 DeepSpeed writes ``single_partition_of_fp32_groups`` and ``base_optimizer_state``: with
 ``elastic_checkpoint`` its state by group without padding and without hyper-parameters, else the state dict of the inner
 optimizer with padding. Each format has a reader; all of them call ``_Reader.build``, which places the tensors.
@@ -9,7 +9,7 @@ optimizer with padding. Each format has a reader; all of them call ``_Reader.bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,14 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
-from zeroelastic.checkpoint.elastic_table import places_of_lean, read_elastic_table
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     FROZEN,
     OptimizerHeader,
     ParamGroup,
-    checked_params,
     damaged,
     nested_state,
     read_group,
@@ -32,18 +30,16 @@ from zeroelastic.checkpoint.optimizer_file import (
     read_scalar,
     zero_option,
 )
-from zeroelastic.checkpoint.tag_files import SAVE_ID
-from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import (
-    Int64Array,
-    Layout,
-    Param,
-    group_split_layout,
-    layout_from_sub_groups,
-    original_order,
-    with_slices,
+from zeroelastic.checkpoint.rank_layout import (
+    BufferCut,
+    RankSlices,
+    of_whole_tensors,
+    places_of_lean,
+    read_elastic_table,
 )
+from zeroelastic.checkpoint.tag_files import SAVE_ID
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Int64Array, Layout, Param, group_split_layout, original_order
 from zeroelastic.core.slices import RankSet
 from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, shown
 from zeroelastic.io.paths import FilePath
@@ -61,19 +57,6 @@ _LEGACY = "local_sub_partitions_of_fp32_groups"
 
 _MOST_CLIPPED = 1e30
 """A greater norm is none that a run was configured with."""
-
-
-class RankSlices(NamedTuple):
-    """Which slices a rank's files have to hold.
-
-    ``rank`` is counted over all ranks, ``layout`` is what the checkpoint's maps say that it has, and ``names`` has
-    the name of a whole tensor by the name in the files, where they differ.
-    """
-
-    topology: Topology
-    rank: int
-    layout: Layout
-    names: Mapping[str, str]
 
 
 class OptimizerFile(NamedTuple):
@@ -130,7 +113,7 @@ class OptimizerFile(NamedTuple):
                 header = reader.rigid(params)
             else:
                 header = reader.groups(params)
-        return header if slices is None else _of_whole_tensors(header, slices)
+        return header if slices is None else of_whole_tensors(header, slices)
 
 
 def read_optimizer_file(path: FilePath, *, world_size: int, through: Blocks | None = None) -> OptimizerFile:
@@ -195,39 +178,7 @@ def _partition_counts(path: FilePath, groups: object, world_size: int) -> list[i
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How many ranks there are, which of them a file is of, and the ranks that share each flat buffer.
-
-    Without ``num_parts`` all ranks share all.
-    """
-
-    world_size: int
-    rank: int
-    num_parts: tuple[int, ...] | None = None
-    ranks: tuple[RankSet, ...] | None = None
-
-    def layout(
-        self, buffers: Sequence[Sequence[Param]], path: FilePath, family: Callable[..., Layout] = layout_from_sub_groups
-    ) -> Layout:
-        """The layout of the parameters of each flat buffer, with the ranks. Raises CheckpointError."""
-        parts = self.parts(len(buffers), path)
-        checked_params([param for buffer in buffers for param in buffer], path)
-        try:
-            layout = family(buffers, self.world_size, num_parts=parts)
-        except (ValueError, OverflowError) as error:
-            raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
-        return layout if self.ranks is None else with_slices(layout, self.ranks)
-
-    def parts(self, num_buffers: int, path: FilePath) -> tuple[int, ...]:
-        """The ranks that share each flat buffer. Raises CheckpointError where the file has not as many buffers."""
-        parts = (self.world_size,) * num_buffers if self.num_parts is None else self.num_parts
-        if len(parts) != num_buffers:
-            raise damaged(path, f"states how many ranks share {len(parts)} flat buffers, and has {num_buffers}")
-        return parts
-
-
-def _cut_of(opened: OptimizerFile, data_rank: int, slices: RankSlices | None) -> _Cut:
+def _cut_of(opened: OptimizerFile, data_rank: int, slices: RankSlices | None) -> BufferCut:
     """How the flat buffers of a rank are cut. Raises UnsupportedError where that is not known."""
     if slices is None:
         if opened.num_parts is not None:
@@ -235,7 +186,7 @@ def _cut_of(opened: OptimizerFile, data_rank: int, slices: RankSlices | None) ->
                 f"{opened.file.path}: {shown(list(opened.num_parts))} ranks share its flat buffers: it has groups of "
                 "experts (MoE), and nothing says which rank has which."
             )
-        return _Cut(opened.data_size, data_rank)
+        return BufferCut(opened.data_size, data_rank)
     topology, rank = slices.topology, slices.rank
     parts = opened.num_parts or (topology.data_size,) * slices.layout.num_sub_groups
     tensor_rank = topology.place(rank)[1]
@@ -251,27 +202,7 @@ def _cut_of(opened: OptimizerFile, data_rank: int, slices: RankSlices | None) ->
                 f"{opened.file.path}: the ranks {shown(group.get('partition_ranks'))} share its sub-group {i}, and not "
                 f"{count} ranks from {first} on, each {step} further, as DeepSpeed groups them."
             )
-    return _Cut(topology.world_size, rank, parts, tuple(ranks))
-
-
-def _of_whole_tensors(shard: OptimizerHeader, slices: RankSlices) -> OptimizerHeader:
-    """A shard with the layout and the names that the checkpoint's maps give it.
-
-    Raises CheckpointError where the file has other slices.
-    """
-    own, layout, names = shard.layout, slices.layout, slices.names
-    params = [Param(names.get(param.name, param.name), param.shape) for param in own.params]
-    same = params == [*layout.params] and own.num_sub_groups == layout.num_sub_groups
-    if not same or not all(
-        np.array_equal(getattr(own, column), getattr(layout, column))
-        for column in ("sub_group", "origin", "part", "offset")
-    ):
-        raise CheckpointError(
-            f"{shard.path}: has other slices of tensors than the maps in the model states files give to rank "
-            f"{slices.rank}. Files of two saves are mixed in this directory."
-        )
-    groups = [replace(group, params=tuple(names.get(name, name) for name in group.params)) for group in shard.groups]
-    return replace(shard, layout=layout, groups=tuple(groups))
+    return BufferCut(topology.world_size, rank, parts, tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +210,7 @@ class _Reader:
     """Reads a file whose flat buffers are cut as ``cut`` says, with a method for each format."""
 
     opened: OptimizerFile
-    cut: _Cut
+    cut: BufferCut
 
     @property
     def file(self) -> TorchFile:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from zeroelastic.checkpoint.model_states import ModuleHeader, trained_tables
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, ParamGroup, checked_param, checked_params
-from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
+from zeroelastic.checkpoint.optimizer_reader import OptimizerFile
+from zeroelastic.checkpoint.rank_layout import RankSlices
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
     MAX_EXPERT_RANKS,

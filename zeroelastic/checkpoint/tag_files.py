@@ -6,15 +6,24 @@ Tensor parallel ranks each save a ZeRO checkpoint of their own into the same dir
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, NamedTuple
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError, shown
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    SavedAgainError,
+    UnreadableError,
+    UnsupportedError,
+    ZeroElasticError,
+    shown,
+)
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes, list_directory
+from zeroelastic.io.storage import file_sizes, list_directory, place
 
 OPTIM_FILE = re.compile(r"^(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -320,3 +329,44 @@ def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:
         return "optimizer_state.pt" in names or any("fp32.pt" in file_sizes(zero / name) for name in params[:1])
     except (CheckpointError, UnreadableError):
         return False
+
+
+def watch(tag_dir: FilePath) -> FilePath:
+    """A path of this directory that remembers the state of the files; a missing directory's path is unchanged."""
+    return place(tag_dir).watched(RECORD_NAME)
+
+
+def was_saved_again(tag_dir: FilePath) -> bool:
+    """Whether a directory is gone or has files of another save by now; False where that cannot be found out.
+
+    One that is not watched was not there when it was first looked at.
+    """
+    try:
+        return place(tag_dir).has_changed(RECORD_NAME) or watch(tag_dir) is not tag_dir
+    except UnreadableError:  # the caller has an error already
+        return False
+
+
+def check_one_save(tag_dir: FilePath) -> None:
+    """Raise SavedAgainError where a watched directory is gone or has files of another save; UnreadableError."""
+    if place(tag_dir).has_changed(RECORD_NAME):
+        raise saved_again(tag_dir)
+
+
+@contextmanager
+def one_save(*tag_dirs: FilePath) -> Iterator[None]:
+    """A block that reads watched directories: where one was saved again, it ends with SavedAgainError."""
+    try:
+        yield
+    except (ZeroElasticError, OSError) as error:
+        for tag_dir in tag_dirs:
+            if not isinstance(error, SavedAgainError) and was_saved_again(tag_dir):
+                raise saved_again(tag_dir) from error
+        raise
+    for tag_dir in tag_dirs:
+        check_one_save(tag_dir)
+
+
+def saved_again(tag_dir: FilePath) -> SavedAgainError:
+    """The error for a tag that changed while it was read."""
+    return SavedAgainError(f"{tag_dir}: the checkpoint was saved again, or removed, while it was read. Run it again.")

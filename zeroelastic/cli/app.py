@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -27,8 +28,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.tables import View, print_view
 from zeroelastic.cli.terminal import print_report, print_written, printable, progress_of
+from zeroelastic.cli.view import View, print_view
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice, without_pydantic
 
 FAILED = 1
@@ -77,7 +78,7 @@ def reports(
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            from zeroelastic.cli.page import check_page, write_page
+            from zeroelastic.cli.view import check_page, write_page
 
             bound = signature(command).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -176,7 +177,7 @@ def prepare_streams() -> None:
 
 def show_error(error: object, *, as_json: bool = False) -> None:
     """On stderr, in the style of all verbs: what went wrong, what to do. With ``as_json`` also a document on stdout."""
-    from zeroelastic.verbs.report import Failure
+    from zeroelastic.verbs.interface import Failure
 
     message = advice(error) if isinstance(error, ZeroElasticError) else str(error)
     if as_json:
@@ -348,3 +349,69 @@ def main() -> None:
                 sys.stdout.flush()  # what cannot be written is an error here, and not behind the end
     except typer.Exit as end:
         sys.exit(end.exit_code)
+
+
+def complete_tag(context: typer.Context, incomplete: str) -> list[str]:
+    """The tags of the directory that the command line names; none for a URL, or where nothing can be listed."""
+    given = context.params.get("src") or context.params.get("directory")
+    left = (word for word in context.args if not word.startswith("-"))  # not assigned yet: the line ends in --tag
+    root = Path(given or next(left, ".")).expanduser()
+    try:
+        return sorted(name for name in os.listdir(root) if name.startswith(incomplete) and _is_tag(root / name))
+    except OSError:
+        return []
+
+
+def _is_tag(folder: Path) -> bool:
+    """Return whether ranks have files in a folder, or a Universal checkpoint its parameters. Opens no file."""
+    from zeroelastic.checkpoint.tag_files import is_rank_file
+
+    try:
+        return any(name == "zero" or is_rank_file(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
+]
+
+DstArgument = Annotated[Path, typer.Argument(metavar="DST", help="The directory to make; it must not exist.")]
+
+TagOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tag",
+        metavar="TAG",
+        autocompletion=complete_tag,
+        help="The tag, if SRC is the directory above; default: the one that latest names, or the only one.",
+    ),
+]
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write a self-contained .html report."),
+]
+
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file of --html.")]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+TpOption = Annotated[
+    int | None,
+    typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the source's."),
+]
+
+EpOption = Annotated[
+    int | None, typer.Option("--ep", metavar="E", min=1, help="Expert parallel size; default: the source's.")
+]
+
+LikeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
+    ),
+]

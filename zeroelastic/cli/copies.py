@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import reports
-from zeroelastic.cli.options import DstArgument, EpOption, JsonOption, LikeOption, QuietOption, TagOption, TpOption
+from zeroelastic.cli.app import DstArgument, EpOption, JsonOption, LikeOption, QuietOption, TagOption, TpOption, reports
 from zeroelastic.cli.terminal import print_line
 from zeroelastic.errors import buffer_kind, counted
 

@@ -17,15 +17,14 @@ import typer
 from pydantic import Field
 
 import zeroelastic
-from zeroelastic.cli.app import FAILED
-from zeroelastic.cli.options import JsonOption
-from zeroelastic.cli.tables import Severity, Table, View, facts, print_view, row, sentences
+from zeroelastic.cli.app import FAILED, JsonOption
 from zeroelastic.cli.terminal import print_report
+from zeroelastic.cli.view import Severity, Table, View, facts, print_view, row, sentences
 from zeroelastic.compiled_ops import compiled_ops, left_locks
 from zeroelastic.errors import ConfigError, signal_name
 from zeroelastic.executors.build_info import REMEDIES, EngineLibrary
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
-from zeroelastic.verbs.report import Part, Report
+from zeroelastic.verbs.interface import Part, Report
 
 _PACKAGE = Path(zeroelastic.__file__).resolve().parent
 _REMEDIES = dict[str, str](REMEDIES, deepspeed="To see the whole error: python -c 'import deepspeed'.")  # type: ignore[arg-type]

@@ -8,14 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, INVALID, reports
-from zeroelastic.cli.options import EpOption, ForceOption, HtmlOption, JsonOption, LikeOption, TagOption, TpOption
-from zeroelastic.cli.tables import Severity, Table, View, facts, row, sentences
+from zeroelastic.cli.app import (
+    FAILED,
+    INVALID,
+    EpOption,
+    ForceOption,
+    HtmlOption,
+    JsonOption,
+    LikeOption,
+    TagOption,
+    TpOption,
+    reports,
+)
+from zeroelastic.cli.view import Severity, Table, View, facts, row, sentences
 from zeroelastic.errors import counted, some
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport
-    from zeroelastic.verbs.inspect.tensor import InspectedTensor
+    from zeroelastic.verbs.inspect.report import InspectedParam, InspectedTensor, InspectReport
     from zeroelastic.verbs.plan import PlannedRank, PlanReport
 
 _FRAMEWORKS = {"hf-trainer": "the Hugging Face Trainer", "accelerate": "accelerate", "lightning": "Lightning"}

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, INVALID, reports
-from zeroelastic.cli.options import JsonOption, QuietOption, RunArgument, complete_tag
-from zeroelastic.cli.tables import Table, print_table, row
+from zeroelastic.cli.app import FAILED, INVALID, JsonOption, QuietOption, RunArgument, complete_tag, reports
 from zeroelastic.cli.terminal import log_line, print_report, progress_of
+from zeroelastic.cli.view import Table, print_table, row
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from zeroelastic.byte_sizes import format_size
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-    from zeroelastic.verbs.options import Progress
-    from zeroelastic.verbs.report import Report
+    from zeroelastic.verbs.interface import Progress, Report
 
 _WIDE = 1 << 20
 _DELAY_S = 1.0
@@ -97,7 +96,7 @@ def print_report(report: Report) -> None:
 
 def progress_of(*, quiet: bool) -> Progress:
     """How a verb shows its progress: not at all if ``quiet``."""
-    from zeroelastic.verbs.options import no_progress
+    from zeroelastic.verbs.interface import no_progress
 
     return no_progress if quiet else progress_bar
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, INVALID, reports
-from zeroelastic.cli.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
-from zeroelastic.cli.tables import Row, Severity, Table, View, facts, row
+from zeroelastic.cli.app import FAILED, INVALID, ForceOption, HtmlOption, JsonOption, QuietOption, TagOption, reports
+from zeroelastic.cli.view import Row, Severity, Table, View, facts, row
 from zeroelastic.errors import counted, some
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.diff import ComparedTensor, Difference, DiffReport
-    from zeroelastic.verbs.report import Number
-    from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
+    from zeroelastic.verbs.interface import Number
+    from zeroelastic.verbs.verify.findings import VerifyAllReport, VerifyReport
 
 
 def _verify_view(report: VerifyReport) -> View:
@@ -79,7 +78,7 @@ def _all_view(report: VerifyAllReport) -> View:
 
 
 def _verify_code(report: VerifyReport | VerifyAllReport) -> int:
-    from zeroelastic.verbs.verify.report import VerifyReport
+    from zeroelastic.verbs.verify.findings import VerifyReport
 
     reports = (report,) if isinstance(report, VerifyReport) else report.tags
     return 0 if report.ok else INVALID if any(one.problems for one in reports) else FAILED

@@ -1,5 +1,8 @@
 """The chunks of tensors as a layout and as extents, so that plans and executors read them.
 
+A file of DCP is a row of torch.save archives, one for each chunk and each object. An archive is opened in place,
+through a window of the file; objects are inert.
+
 FSDP2 cuts dimension 0 as ``torch.chunk`` does: every rank has so many rows, the last ones fewer or none. That is one
 range of the flattened tensor, so such tensors are in a plain layout whose ``part`` is a number of whole rows. Chunks of
 any other kind, as 2-D meshes and tensor parallelism leave them, are boxes: the layout has slices, and each chunk is
@@ -9,7 +12,8 @@ whole on one rank. Source: torch.distributed.tensor.placement_types.Shard._split
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +26,65 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_box
-from zeroelastic.dcp.archives import ChunkArchives
 from zeroelastic.dcp.metadata import Chunk, ChunkedTensor, StoredBytes
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief
-from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import Blocks, open_blocks
+from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
+
+
+class _ArchiveInFile(Blocks):
+    """Some bytes of a file as if they were one: what the header of an archive is read through."""
+
+    def __init__(self, file: Blocks, place: StoredBytes) -> None:
+        self._file, self._offset, self.size, self.bytes_read = file, place.offset, place.nbytes, 0
+        self.has_cache, self.capacity = file.has_cache, file.capacity
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        data = self._file.read(self._offset + offset, max(0, min(nbytes, self.size - offset)))
+        self.bytes_read += len(data)
+        return data
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._file.prefetch((self._offset + offset, nbytes) for offset, nbytes in ranges)
+
+
+class ChunkArchives(ExitStack):
+    """The archives of a DCP directory; a context within which files stay open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: dict[FilePath, Blocks] = {}
+
+    def open(self, place: StoredBytes) -> TorchFile:
+        """One archive, whose objects are inert. Raises MissingFileError, CheckpointError, UnsafePickleError."""
+        return read_torch_file(place.path, foreign="inert", through=_ArchiveInFile(self._file(place.path), place))
+
+    def records(self, place: StoredBytes) -> ZipRecords:
+        """The records of one archive. Raises MissingFileError, CheckpointError."""
+        return read_zip_records(place.path, place.nbytes, through=_ArchiveInFile(self._file(place.path), place))
+
+    def payload(self, place: StoredBytes, dtype: str, shape: Sequence[int], what: str) -> int:
+        """The byte of the file where the elements of a chunk begin, as one run in row-major order.
+
+        Raises CheckpointError for an archive that does not hold such a tensor.
+        """
+        file = self.open(place)
+        ref = file.root
+        if not isinstance(ref, TensorRef) or (ref.dtype, ref.shape) != (dtype, tuple(shape)):
+            found = f"{ref.dtype} of shape {ref.shape}" if isinstance(ref, TensorRef) else "no tensor"
+            raise CheckpointError(
+                f"{place.path}: at byte {place.offset} there is {found}; {what} is {dtype} of shape {tuple(shape)}. "
+                "The file is damaged, or of another save."
+            )
+        return place.offset + file.extent(ref).offset
+
+    def _file(self, path: FilePath) -> Blocks:
+        if path not in self._files:
+            self._files[path] = self.enter_context(open_blocks(path))
+        return self._files[path]
+
 
 StateKeys = Mapping[str, ChunkedTensor]
 """The tensors of a parameter by state key, all in its shape."""

@@ -24,8 +24,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     read_scalar,
 )
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.dcp.archives import ChunkArchives
-from zeroelastic.dcp.chunks import StateKeys
+from zeroelastic.dcp.chunks import ChunkArchives, StateKeys
 from zeroelastic.dcp.metadata import ChunkedTensor, DcpMetadata, StoredBytes
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, some
 

@@ -3,7 +3,7 @@
     tables            what every engine accepts: tables, options, progress; and what an engine is
     dispatch          the functions that callers use; chooses the engine
     numpy_executor    the reference
-    native_executor   the C++ engine, through ``abi``
+    native_executor   the C++ engine, and its interface in ctypes
     cuda_executor     segments in device memory
     staged            device memory without the CUDA engine, through host memory
     remote_executor   files behind fsspec

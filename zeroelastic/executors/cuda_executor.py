@@ -17,9 +17,9 @@ import numpy as np
 
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors.abi import Buffers, Error, Files, NativeCall, checksums, exception_of
 from zeroelastic.executors.batches import DigestTotals
 from zeroelastic.executors.build_info import load_library
+from zeroelastic.executors.native_executor import Buffers, Error, Files, NativeCall, checksums, exception_of
 from zeroelastic.executors.tables import (
     CASTS,
     Cast,

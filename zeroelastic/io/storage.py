@@ -13,12 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from zeroelastic.errors import (
-    CheckpointError,
-    UnreadableError,
-    ZeroElasticError,
-    missing_file,
-)
+from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError, missing_file
 from zeroelastic.io.local import DiskPath, open_regular, read_fully
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.remote import RemotePath, read_ranges

@@ -11,6 +11,7 @@ tag's commit record.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -329,3 +330,9 @@ def _read(directory: FilePath) -> Saves:
     if not isinstance(saves, dict) or not all(one is None or isinstance(one, str) for one in saves.values()):
         raise CheckpointError(f"{path}: is not the JSON object that zeroelastic writes there. It is damaged.")
     return saves
+
+
+def derived_seed(identity: str, rank: int) -> int:
+    """The seed of one rank's generators: 63 bits, another for each checkpoint and rank."""
+    digest = hashlib.sha256(f"zeroelastic rng {identity} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

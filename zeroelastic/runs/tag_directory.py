@@ -23,8 +23,7 @@ from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.one_save import one_save, watch
-from zeroelastic.checkpoint.tag_files import is_rank_file
+from zeroelastic.checkpoint.tag_files import is_rank_file, one_save, watch
 from zeroelastic.distributed.process_identity import Life, identity, life_of
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.atomic import exchange, shortened, sync_directory

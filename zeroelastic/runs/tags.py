@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, params_digest, read_record
 from zeroelastic.checkpoint.model_states import trained_tables
-from zeroelastic.checkpoint.one_save import was_saved_again
-from zeroelastic.checkpoint.param_table import params_digest
-from zeroelastic.checkpoint.tag_files import is_rank_file, model_file_name
+from zeroelastic.checkpoint.tag_files import is_rank_file, model_file_name, was_saved_again
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,

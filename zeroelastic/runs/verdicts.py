@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.one_save import saved_again, was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal
+from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, saved_again, was_saved_again
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,

@@ -28,16 +28,8 @@ import torch
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.executors.batches import DigestTotals
-from zeroelastic.executors.dispatch import (
-    CopyTable,
-    DigestRows,
-    Executor,
-    UInt32Array,
-    host_executor,
-    join_crc32_groups,
-    write_segments,
-)
+from zeroelastic.executors.batches import DigestTotals, join_crc32_groups
+from zeroelastic.executors.dispatch import CopyTable, DigestRows, Executor, UInt32Array, host_executor, write_segments
 from zeroelastic.io.atomic import errors_of_the_system, name_in_errors, reserve_space, write_fully
 from zeroelastic.torch_file.zip_directory import (
     DEFERRED,

@@ -3,8 +3,7 @@
     inspect, verify, reshard, convert (and export), a folder each
     plan, diff, ls, latest, prune    a module each
     view, tensor               ``zeroelastic.open``: a mapping from names to tensors, which are read when asked for
-    report                     what all reports have in common: each is the document of ``--json``
-    options                    options that several verbs have
+    interface                  what all verbs have in common: options, progress, and reports, which ``--json`` prints
     new_directory              a directory that appears at once, whole; several processes fill it, a second run goes on
     model_tensors, reading     the tensors of the saved model, and how they are read and compared
     new_files                  files that are filled with saved tensors

@@ -15,21 +15,19 @@ from typing import Any
 import numpy as np
 
 from zeroelastic.checkpoint.module_names import module_names
-from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
-from zeroelastic.checkpoint.tag_files import SAVE_ID
+from zeroelastic.checkpoint.tag_files import SAVE_ID, one_save
 from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DType, Stub, TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.tree import Global, pairs_of
-from zeroelastic.verbs.elements import bits_of, values_of
+from zeroelastic.verbs.interface import Advance, Number, Part, Progress, Report, Sides, no_progress
 from zeroelastic.verbs.model_tensors import ModelTensor, PartTensor, model_groups, part_tensors, stored_tensor
-from zeroelastic.verbs.options import Advance, Progress, no_progress
 from zeroelastic.verbs.reading import Reading
-from zeroelastic.verbs.report import Number, Part, Report, Sides
+from zeroelastic.verbs.tensor import bits_of, values_of
 
 WEIGHTS = (FP32, FROZEN)
 """The state keys of the weights of the model."""

@@ -15,9 +15,8 @@ from zeroelastic.runs.names import LATEST, named_latest
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tags import Tag, committed_after, in_folders, tags_to_try
 from zeroelastic.runs.verdicts import Check, Verdict, check_quickly, check_tag, find_newest
-from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress
-from zeroelastic.verbs.report import Part, Report
-from zeroelastic.verbs.verify.report import VerifyReport
+from zeroelastic.verbs.interface import IN_A_STORE, Part, Progress, Report, no_progress
+from zeroelastic.verbs.verify.findings import VerifyReport
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 

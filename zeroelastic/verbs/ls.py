@@ -17,8 +17,7 @@ from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tags import Tag, in_folders
 from zeroelastic.torch_file.header import read_torch_file
-from zeroelastic.verbs.options import IN_A_STORE
-from zeroelastic.verbs.report import Part, Report
+from zeroelastic.verbs.interface import IN_A_STORE, Part, Report
 
 Status = Literal["committed", "no record", "incomplete", "universal", "unreadable"]
 """``no record``: all files are there, and nothing to verify them with, as DeepSpeed saves. ``incomplete``: files are

@@ -71,6 +71,12 @@ class ModelTensor:
         """Bytes of all elements, in the dtype in which it was saved."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
+    @property
+    def digest_name(self) -> tuple[str, str]:
+        """The parameter and the state key by which a commit record has the digest; buffers have none."""
+        assert isinstance(self.source, PartTensor), f"{self.name}: buffers have no digests"
+        return self.source.name, self.source.key
+
     def rows(self, start: int = 0, stop: int | None = None) -> ExtentTable:
         """Where the files have the elements from ``start`` to ``stop``, from which ``target_offset`` counts.
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import Checkpoint, open_committed
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, configured_dtype, zero_option
 from zeroelastic.checkpoint.saved_state import TensorSet, saved_parts
+from zeroelastic.checkpoint.tag_files import one_save
 from zeroelastic.checkpoint.topology import Topology, expert_sizes
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array, Layout, unpacked_layout
@@ -21,8 +21,7 @@ from zeroelastic.core.plan import make_plan
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.options import whole_option
-from zeroelastic.verbs.report import Format, Framework, Part, Report
+from zeroelastic.verbs.interface import Format, Framework, Part, Report, whole_option
 from zeroelastic.verbs.reshard.slicing import Slicing
 
 _MOST_RANKS = 1 << 16
@@ -183,7 +182,7 @@ def _sliced_target(
 ) -> tuple[Slicing, Layout]:
     """Which slices the ranks of a reshard would have, and the layout of the trained parameters over them."""
     # Imported for these alone: a plan without slices takes a moment.
-    from zeroelastic.verbs.reshard.options import ReshardOptions
+    from zeroelastic.verbs.reshard.new_run import ReshardOptions
     from zeroelastic.verbs.reshard.plan import plan_reshard
 
     like = None if like is None else os.fspath(like)

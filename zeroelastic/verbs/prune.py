@@ -13,8 +13,7 @@ from zeroelastic.errors import UnreadableError, with_remedy
 from zeroelastic.io.paths import absolute, local_directory
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.verdicts import Decision, Leftover, PrunePlan, plan_prune, remove_tag
-from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress, seconds_option, whole_option
-from zeroelastic.verbs.report import Part, Report
+from zeroelastic.verbs.interface import IN_A_STORE, Part, Progress, Report, no_progress, seconds_option, whole_option
 
 
 class PrunedTag(Part):

@@ -15,20 +15,19 @@ from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.contradictions import check_same_models, check_same_save
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import client_state_keys
-from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, frozen_part, saved_parts
-from zeroelastic.checkpoint.tag_files import parse_rank_file
+from zeroelastic.checkpoint.tag_files import one_save, parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
+from zeroelastic.verbs.interface import Part
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, StoredBuffer, model_tensors, stored_tensor
 from zeroelastic.verbs.reading import Reading
-from zeroelastic.verbs.report import Part
 from zeroelastic.verbs.tensor import TensorHandle
 
 _LISTED = 20
@@ -328,7 +327,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         """
         with self._reading():
             reading = Reading(self._checkpoint, archives=self._archives)
-            known = compared or not reading.is_recorded or isinstance(tensor.source, StoredBuffer)
+            known = compared or not reading.is_recorded or tensor.kind == "buffer"
             data = reading.read(tensor, start, start + numel, check=known and numel == tensor.numel)
             reading.end()
         return data

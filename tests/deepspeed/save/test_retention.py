@@ -16,8 +16,7 @@ from saves import Nodes, on_nodes
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
-from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, params_digest, record_text
 from zeroelastic.deepspeed.live.kinds import trained_params
 from zeroelastic.deepspeed.save import after_commit
 from zeroelastic.testing import RankPool

@@ -20,7 +20,8 @@ from deepspeed.utils import groups
 
 from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
-from zeroelastic.checkpoint.optimizer_reader import RankSlices, read_optimizer_file
+from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
+from zeroelastic.checkpoint.rank_layout import RankSlices
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.checkpoint.topology import (
     SliceMap,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from zeroelastic import observers
-from zeroelastic.checkpoint.one_save import was_saved_again
+from zeroelastic.checkpoint.tag_files import was_saved_again
 from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
 from zeroelastic.deepspeed.engine_state import changing, note_load, state_of

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, WEIGHTS
+from zeroelastic.checkpoint.tag_files import check_one_save
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, FillItem, FillJob, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts

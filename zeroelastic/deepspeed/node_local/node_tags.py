@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from zeroelastic.checkpoint.commit_record import params_digest
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import trained_params

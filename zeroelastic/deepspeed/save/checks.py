@@ -18,8 +18,7 @@ import torch.distributed as dist
 from deepspeed.io import fast_file_writer
 from torch.nn import Parameter
 
-from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.checkpoint.commit_record import params_digest, read_record
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import Engine, merged_layers
 from zeroelastic.deepspeed.engine_state import refuse_to_save, state_of

@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic._version import __version__
-from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, SavedWith
-from zeroelastic.checkpoint.param_table import param_records, params_digest
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_VERSION,
+    CheckpointFormat,
+    CommitRecord,
+    SavedWith,
+    param_records,
+    params_digest,
+)
 from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import contents_of, frozen_part, trained_part
 from zeroelastic.checkpoint.topology import numbered_expert

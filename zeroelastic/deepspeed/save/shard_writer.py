@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from zeroelastic.checkpoint.elastic_table import elastic_table
+from zeroelastic.checkpoint.rank_layout import elastic_table
 from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
 from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.deepspeed.client_state import checked_client_state

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.checkpoint.commit_record import params_digest
 from zeroelastic.deepspeed.engine import Engine, options_of, ordinary_tensors
 from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live

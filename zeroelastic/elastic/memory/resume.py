@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.checkpoint.commit_record import params_digest
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import last_save_of
 from zeroelastic.deepspeed.live.kinds import kind_of, trained_params

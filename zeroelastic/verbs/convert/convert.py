@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
-from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.checkpoint.tag_files import one_save
 from zeroelastic.dcp.saved import find_dcp
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
@@ -25,12 +25,21 @@ from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
 from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportedFile, ExportPlan, Tied, plan_export
+from zeroelastic.verbs.interface import (
+    Format,
+    GivenPath,
+    Progress,
+    Report,
+    Seconds,
+    choice_option,
+    local_target,
+    no_progress,
+    whole_option,
+)
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY
-from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.reading import Reading, check_source_checksums
-from zeroelastic.verbs.report import Format, GivenPath, Report, Seconds
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardPlan, ReshardReport
 from zeroelastic.verbs.reshard.reshard import carry_out
 

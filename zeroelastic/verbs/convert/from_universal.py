@@ -30,22 +30,13 @@ from zeroelastic.checkpoint.tag_files import list_tag, model_file_name, other_tp
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, unpacked_layout
-from zeroelastic.errors import (
-    CheckpointError,
-    MissingFileError,
-    UnsupportedError,
-    UsageError,
-    brief,
-    printable,
-    shown,
-    some,
-)
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, printable, shown, some
 from zeroelastic.io.paths import FilePath, local_paths
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file, read_tree
 from zeroelastic.torch_file.tree import entry, pairs_of
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardPlan, complete_plan
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import OptimGroup, ReshardSource, make_group, model_roots
@@ -284,7 +275,7 @@ def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
         raise CheckpointError(f"{file.path}: holds {shown(root)}, not a tensor. The file is damaged.")
     if root.numel != param.numel:
         raise CheckpointError(
-            f"{file.path}: has {root.numel} elements; {brief(param.name)} has {param.numel} of shape "
+            f"{file.path}: has {root.numel} elements; {printable(param.name)} has {param.numel} of shape "
             f"{list(param.shape)}. The file is damaged, or was saved with tensor parallelism."
         )
     return root

@@ -22,13 +22,22 @@ from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DType
-from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, base_weights, folder_of
-from zeroelastic.verbs.convert.safetensors_files import DTYPE_NAMES, SafetensorsFile, json_text, lay_out
+from zeroelastic.verbs.convert.safetensors_files import (
+    CONFIG_NAME,
+    DTYPE_NAMES,
+    WEIGHTS_NAME,
+    SafetensorsFile,
+    adapters_of,
+    base_weights,
+    folder_of,
+    json_text,
+    lay_out,
+)
+from zeroelastic.verbs.interface import Part
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, part_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, convertible, copy_tensors
 from zeroelastic.verbs.reading import Reading
-from zeroelastic.verbs.report import Part
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]

@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
+import numpy as np
+
 from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import client_state_keys
-from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
 from zeroelastic.checkpoint.optimizer_file import FP32, configured_sub_group_size
-from zeroelastic.checkpoint.tag_files import OFFLINE_TENSOR_PARALLEL, SWAP_FOLDER, is_temporary, list_tag
+from zeroelastic.checkpoint.tag_files import (
+    OFFLINE_TENSOR_PARALLEL,
+    SWAP_FOLDER,
+    is_temporary,
+    list_tag,
+    one_save,
+    saved_again,
+    was_saved_again,
+)
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
 from zeroelastic.io.paths import absolute, as_path
@@ -20,23 +29,15 @@ from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
 from zeroelastic.runs.names import holds_checkpoint
 from zeroelastic.runs.tag_directory import open_tag
-from zeroelastic.verbs.inspect.contents import (
-    different_scalars,
-    inspected_buffers,
-    inspected_groups,
-    inspected_params,
-    inspected_topology,
-    loss_scaler,
-    model_dtype,
-    saved_by,
-    saved_layout,
-    state_keys,
-    totals,
-)
-from zeroelastic.verbs.inspect.report import InspectedRecord, InspectReport, TagFiles
-from zeroelastic.verbs.inspect.tensor import inspect_tensor
+from zeroelastic.verbs.inspect import contents
+from zeroelastic.verbs.inspect.report import InspectedRecord, InspectedTensor, InspectReport, StoredTensor, TagFiles
+from zeroelastic.verbs.interface import Number
+from zeroelastic.verbs.tensor import TensorHandle, bits_of, values_of
+from zeroelastic.verbs.view import CheckpointView
+from zeroelastic.verbs.view import open as open_view
 
 _NAMED = 6
+_FIRST = 4
 
 
 @with_remedy()
@@ -66,7 +67,7 @@ def inspect(
     if params is not None:
         pattern = params if any(sign in params for sign in "*?[") else f"*{params}*"
         found = found.model_copy(update={"params": [one for one in found.params if fnmatchcase(one.name, pattern)]})
-    return found if tensor is None else found.model_copy(update={"tensor": inspect_tensor(src, tensor, tag=tag)})
+    return found if tensor is None else found.model_copy(update={"tensor": _inspected_tensor(src, tensor, tag=tag)})
 
 
 def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:
@@ -112,7 +113,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
     record, model, shard, root = checked.record, checked.first_model, checked.first_shard, checked.root
     listing, stage_0 = checked.listing, checked.is_stage_0
     problems, unsupported = _problems(checked), _unsupported(checked)
-    params, buffers = inspected_params(checked), inspected_buffers(root)
+    params, buffers = contents.inspected_params(checked), contents.inspected_buffers(root)
     headers = [found for found in (record, model) if found is not None]
     tp_size = _integer(root, "mp_world_size")
     trained = checked.parts[0] if checked.shards and checked.parts else None
@@ -134,20 +135,20 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         skipped_steps=_integer(root, "skipped_steps"),
         samples=_integer(root, "global_samples"),
         save_id=next((found.save_id for found in (shard, record) if found is not None and found.save_id), None),
-        versions=saved_by(checked),
-        model_dtype=model_dtype(root, buffers),
+        versions=contents.saved_by(checked),
+        model_dtype=contents.model_dtype(root, buffers),
         master_dtype=None if shard is None else ", ".join(sorted({*shard.extents[FP32].dtype.values()})) or None,
         train_batch_size=_batch_size(checked),
         sub_group_size=_sub_group_size(checked),
         num_sub_groups=None if shard is None else shard.layout.num_sub_groups,
-        layout=saved_layout(shard),
+        layout=contents.saved_layout(shard),
         record=_record(checked),
-        totals=totals(params, listing),
-        topology=None if trained is None else inspected_topology(trained, checked.topology, root),
-        state=state_keys(params),
-        scalars=different_scalars(shard),
-        groups=inspected_groups(checked),
-        loss_scaler=loss_scaler(shard),
+        totals=contents.totals(params, listing),
+        topology=None if trained is None else contents.inspected_topology(trained, checked.topology, root),
+        state=contents.state_keys(params),
+        scalars=contents.different_scalars(shard),
+        groups=contents.inspected_groups(checked),
+        loss_scaler=contents.loss_scaler(shard),
         params=params,
         buffers=buffers,
         scheduler=root.get("lr_scheduler") is not None if root else None,
@@ -257,3 +258,49 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
     elif checked.first_model is not None and not checked.first_model.names_frozen:
         notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")
     return notes
+
+
+def _inspected_tensor(src: str | os.PathLike[str], name: str, *, tag: str | None = None) -> InspectedTensor:
+    """Read a tensor and its optimizer state, each byte once, and describe them.
+
+    Raises UnknownTensorError with the nearest names, and what ``zeroelastic.open`` raises.
+    """
+    with open_view(src, tag=tag) as ck:
+        weight = ck[name]
+        state = {} if weight.kind == "buffer" else ck.optimizer(name)
+        key = FP32 if weight.kind == "trained" else weight.kind
+        handles = {key: weight} | {key: it for key, it in state.items() if isinstance(it, TensorHandle)}
+        return InspectedTensor(
+            name=name,
+            kind=weight.kind,
+            shape=list(weight.shape),
+            tied_to=None if weight.name == name else weight.name,
+            stored=[
+                _stored(ck, name, key, handle, None if handle is weight else key) for key, handle in handles.items()
+            ],
+            scalars={key: value for key, value in state.items() if not isinstance(value, TensorHandle)},
+        )
+
+
+def _stored(ck: CheckpointView, name: str, key: str, handle: TensorHandle, state_key: str | None) -> StoredTensor:
+    lowest, highest, total, num_finite, nans = np.inf, -np.inf, 0.0, 0, 0
+    first: list[Number] = []
+    for data in handle.windows():
+        values = values_of(bits_of(data, handle.dtype), handle.dtype)
+        finite = values[np.isfinite(values)]
+        lowest = min(lowest, float(finite.min(initial=np.inf)))
+        highest = max(highest, float(finite.max(initial=-np.inf)))
+        total, num_finite = total + float(finite.sum()), num_finite + len(finite)
+        nans += int(np.count_nonzero(np.isnan(values)))
+        first = first or values[:_FIRST].tolist()
+    return StoredTensor(
+        key=key,
+        dtype=handle.dtype,
+        bytes=handle.nbytes,
+        min=lowest if num_finite else None,
+        max=highest if num_finite else None,
+        mean=total / num_finite if num_finite else None,
+        nans=nans,
+        first=first,
+        places=list(ck.places(name, key=state_key)),
+    )

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from zeroelastic.errors import counted
-from zeroelastic.verbs.inspect.tensor import InspectedTensor
-from zeroelastic.verbs.report import Format, Framework, Part, Report
+from zeroelastic.verbs.interface import Format, Framework, Number, Part, Report
+from zeroelastic.verbs.view import TensorPlace
 
 ParamKind = Literal["trained", "frozen", "tied"]
 
@@ -179,6 +179,31 @@ class InspectedTopology(Part):
         experts = [f"{size} expert parallel" for size in self.expert_parallel]
         tensor = [f"{self.tensor_parallel} tensor parallel"] if self.tensor_parallel > 1 else []
         return ", ".join([f"{self.data_parallel} data parallel", *tensor, *experts])
+
+
+class StoredTensor(Part):
+    """A tensor as the files have it under a state key; ``min``, ``max`` and ``mean`` are those of finite elements."""
+
+    key: str
+    dtype: str
+    bytes: int
+    min: Number | None
+    max: Number | None
+    mean: Number | None
+    nans: int
+    first: list[Number]
+    places: list[TensorPlace]
+
+
+class InspectedTensor(Part):
+    """A parameter or buffer with all that the files have of it; ``scalars`` are the optimizer's, such as ``step``."""
+
+    name: str
+    kind: str
+    shape: list[int]
+    tied_to: str | None
+    stored: list[StoredTensor]
+    scalars: dict[str, Any] = Field(default={})
 
 
 class InspectReport(Report):

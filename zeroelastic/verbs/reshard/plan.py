@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zeroelastic._version import __version__
+from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CommitRecord, SavedWith, param_records, params_digest
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.core.digest import ParamContent
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.torch_file.header import directory_digest
 from zeroelastic.torch_file.tree import entry
-from zeroelastic.verbs.report import Format, GivenPath, Report
-from zeroelastic.verbs.reshard.new_slicing import data_parallel_size, slicing_notes, target_slicing
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.interface import Format, GivenPath, Report
+from zeroelastic.verbs.reshard.new_run import ReshardOptions, data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files
 from zeroelastic.verbs.reshard.sink import NativeSink
 from zeroelastic.verbs.reshard.source import (
@@ -98,6 +101,40 @@ class ReshardPlan:
             files=target.num_files,
             extras=tuple(sorted([*self.sidecar_files.copied, *self.sidecar_files.derived])),
             notes=self.notes,
+        )
+
+    def record(
+        self, save_id: str, files: dict[str, int], tag_dir: Path, contents: Sequence[ParamContent], root: str
+    ) -> CommitRecord:
+        """The commit record of the written ``files``, whose sizes these are, in ``tag_dir``."""
+        target, params, source = self.target, self.target.layout.whole_tensors, self.saved.checkpoint.record
+        copies_weights = self.saved.whole_model and target.stage < 3 and not target.weights
+        found = {name: directory_digest(tag_dir / name) for name in files}
+        at = None if source is None else source.committed_at
+        saved_by = self.saved.optim_root.get("ds_version")
+        deepspeed = saved_by if isinstance(saved_by, str) else "unknown"
+        return CommitRecord(
+            format_version=RECORD_VERSION,
+            checkpoint_format=target.format,
+            save_id=save_id,
+            tag=self.source.tag,
+            world_size=target.topology.data_size,
+            tp_size=target.topology.tensor_size,
+            global_steps=self.saved.global_steps,
+            train_batch_size=self.saved.train_batch_size or 0,
+            committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
+            trained_params=params_digest(params),
+            versions=SavedWith(
+                zeroelastic=__version__,
+                deepspeed=deepspeed if source is None else source.versions.deepspeed,
+                torch="unknown" if source is None else source.versions.torch,
+            ),
+            files=files,
+            directories={name: directory for name, directory in found.items() if directory is not None},
+            excluded_by=None if source is None else source.excluded_by,
+            own_weights=(None if source is None else source.own_weights) if copies_weights else False,
+            params=param_records(contents, frozenset(param.name for param in params)),
+            content_root=root,
         )
 
 

@@ -19,10 +19,9 @@ import numpy as np
 
 from zeroelastic._version import __version__
 from zeroelastic.byte_sizes import size_option
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, SavedWith, record_text
-from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.param_table import param_records, params_digest
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.saved_state import contents_of
+from zeroelastic.checkpoint.tag_files import one_save
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.errors import CheckpointError, DigestMismatchError, some, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
@@ -30,12 +29,10 @@ from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.storage import place
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.names import LATEST
-from zeroelastic.torch_file.header import directory_digest
+from zeroelastic.verbs.interface import Format, Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
-from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.reading import check_source_checksums
-from zeroelastic.verbs.report import Format
-from zeroelastic.verbs.reshard.options import LEAST_MEMORY, ReshardOptions
+from zeroelastic.verbs.reshard.new_run import LEAST_MEMORY, ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardPlan, ReshardReport, plan_reshard
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.verbs.reshard.sidecar_files import write_sidecar_files
@@ -203,7 +200,7 @@ def _finish(
     _compare(plan, contents, root)
     source, tag_dir = plan.source, directory / plan.source.tag
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
-    record = _record(plan, save_id, files, tag_dir, contents, root)
+    record = plan.record(save_id, files, tag_dir, contents, root)
     write_atomically(tag_dir / RECORD_NAME, record_text(record))
     notes = [*plan.notes, *write_sidecar_files(source, plan.sidecar_files, directory, identity=root)]
     if source.latest not in (None, source.tag):
@@ -212,47 +209,6 @@ def _finish(
     if plan.options.verify:
         _verify(tag_dir)
     return root, tuple(notes)
-
-
-def _record(
-    plan: ReshardPlan,
-    save_id: str,
-    files: dict[str, int],
-    tag_dir: Path,
-    contents: Sequence[ParamContent],
-    root: str,
-) -> CommitRecord:
-    """The commit record of the written files."""
-    params = plan.target.layout.whole_tensors
-    source = plan.saved.checkpoint.record
-    copies_weights = plan.saved.whole_model and plan.target.stage < 3 and not plan.target.weights
-    found = {name: directory_digest(tag_dir / name) for name in files}
-    at = None if source is None else source.committed_at
-    saved_by = plan.saved.optim_root.get("ds_version")
-    deepspeed = saved_by if isinstance(saved_by, str) else "unknown"
-    return CommitRecord(
-        format_version=RECORD_VERSION,
-        checkpoint_format=plan.target.format,
-        save_id=save_id,
-        tag=plan.source.tag,
-        world_size=plan.target.topology.data_size,
-        tp_size=plan.target.topology.tensor_size,
-        global_steps=plan.saved.global_steps,
-        train_batch_size=plan.saved.train_batch_size or 0,
-        committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
-        trained_params=params_digest(params),
-        versions=SavedWith(
-            zeroelastic=__version__,
-            deepspeed=deepspeed if source is None else source.versions.deepspeed,
-            torch="unknown" if source is None else source.versions.torch,
-        ),
-        files=files,
-        directories={name: directory for name, directory in found.items() if directory is not None},
-        excluded_by=None if source is None else source.excluded_by,
-        own_weights=(None if source is None else source.own_weights) if copies_weights else False,
-        params=param_records(contents, frozenset(param.name for param in params)),
-        content_root=root,
-    )
 
 
 def _threads(max_memory: int) -> int | None:

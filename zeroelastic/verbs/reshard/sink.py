@@ -26,7 +26,7 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.core.slices import Strip
 from zeroelastic.errors import UnsupportedError, rank_list
 from zeroelastic.torch_file.tree import Dict, Size, Storage, TensorRef, instance, new_global, new_storage, tensor
-from zeroelastic.verbs.reshard.new_slicing import described
+from zeroelastic.verbs.reshard.new_run import described
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, model_ranks
 

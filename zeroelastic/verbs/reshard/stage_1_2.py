@@ -29,7 +29,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.tree import Dict, TensorRef, instance, new_global, new_storage, pairs_of, storage_of, tensor
-from zeroelastic.verbs.reshard.options import ORDER_OPTIONS
+from zeroelastic.verbs.reshard.new_run import ORDER_OPTIONS
 from zeroelastic.verbs.reshard.sink import (
     APART,
     ZERO_STAGE,

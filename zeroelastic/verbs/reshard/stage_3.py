@@ -11,11 +11,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from zeroelastic.checkpoint.elastic_table import SAME_ON_ALL_RANKS, elastic_table
 from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.rank_layout import SAME_ON_ALL_RANKS, elastic_table
 from zeroelastic.core.layout import Layout
 from zeroelastic.torch_file.tree import Dict, TensorRef, entry, new_storage, pairs_of, storage_of, tensor
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.sink import APART, ZERO_STAGE, NativeSink, RankFiles, Root, flat, loss_scaler, shapes_of
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, names_in_module, refuse_own_weights

@@ -1,25 +1,82 @@
-"""The report of headers and scan: each problem with its place, and what was checked."""
+"""The report of ``verify``, made of headers and scan: each problem with its place, and what was checked or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.module_weights import compare_weights, other_weights
-from zeroelastic.checkpoint.streams import CopySums, sum_copies
 from zeroelastic.checkpoint.tag_files import parse_rank_file
-from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
+from zeroelastic.checkpoint.tag_headers import CopySums, Problem, TagHeaders, sum_copies
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, ZeroElasticError, counted, finding, some
+from zeroelastic.verbs.interface import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.verify.payload_scan import BadRecord, RankRows, RankScan, file_rows
-from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
+
+
+class VerifiedFile(Part):
+    """A file that a rank has written: its name, which rank, of which kind, and its size in bytes."""
+
+    name: str
+    rank: int
+    kind: Literal["optimizer", "model", "whole_model"]
+    bytes: int
+
+
+class VerifyReport(Report):
+    """The result of a verification. ``valid`` means no problems in what was checked; ``unchecked`` lists what was not.
+
+    ``unsupported`` says what of the checkpoint is not read here and what resumes it: it is sound where it is ``valid``.
+    ``content_root`` is computed from the files: None with ``quick``, or where not all of them could be read.
+    ``recorded_root`` is that of the commit record. ``remedy`` says what to do about the problems. ``files`` are those
+    that ranks have written, damaged or not. ``bytes_read`` bytes were read, the CRC-32 of ``num_records`` records and
+    the digests of ``num_tensors`` tensors were computed. ``read_seconds`` is the part of ``seconds`` in which the
+    payload was read.
+    """
+
+    path: GivenPath
+    mode: Literal["full", "quick"]
+    format: Format | None
+    world_size: int
+    content_root: str | None = None
+    recorded_root: str | None = None
+    problems: tuple[Problem, ...]
+    remedy: str | None = None
+    checked: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    unsupported: tuple[str, ...] = ()
+    files: tuple[VerifiedFile, ...] = ()
+    num_files: int = 0
+    num_params: int = 0
+    num_tensors: int = 0
+    num_records: int = 0
+    bytes_read: int = 0
+    seconds: Seconds = 0.0
+    read_seconds: Seconds = 0.0
+
+    @property
+    def valid(self) -> bool:
+        """Return whether the checks found no problem."""
+        return self.ok
+
+
+class VerifyAllReport(Report):
+    """The results for all tags of a run, newest first. It is ``ok`` where all are valid."""
+
+    path: GivenPath
+    mode: Literal["full", "quick"]
+    tags: tuple[VerifyReport, ...]
+    bytes_read: int = 0
+    seconds: Seconds = 0.0
+    read_seconds: Seconds = 0.0
+
 
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 

@@ -15,8 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from zeroelastic.checkpoint.checker import check_headers
-from zeroelastic.checkpoint.one_save import check_one_save, one_save, watch
-from zeroelastic.checkpoint.tag_files import is_universal
+from zeroelastic.checkpoint.tag_files import check_one_save, is_universal, one_save, watch
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
@@ -25,10 +24,9 @@ from zeroelastic.io.storage import directory_exists
 from zeroelastic.runs.locate import UNIVERSAL, find_source
 from zeroelastic.runs.run_store import RunStore, require_own_files
 from zeroelastic.runs.tag_directory import open_tag
-from zeroelastic.verbs.options import Progress, no_progress
-from zeroelastic.verbs.verify.findings import full_report, not_opened, quick_report
+from zeroelastic.verbs.interface import Progress, no_progress
+from zeroelastic.verbs.verify.findings import VerifyAllReport, VerifyReport, full_report, not_opened, quick_report
 from zeroelastic.verbs.verify.payload_scan import scan_ranks
-from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 
 @with_remedy()

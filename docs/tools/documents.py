@@ -1,7 +1,6 @@
 """The documents of ``--json``: the report of each verb, and their JSON Schemas.
 
-No verb imports this module, which imports all of them, but for a page of ``--html``; tests hold what the verbs print to
-the schemas.
+docs/schemas is made of them (reference.py), and tests hold what the verbs print to them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from zeroelastic.cli.doctor import Doctor
 from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
 from zeroelastic.verbs.diff import DiffReport
 from zeroelastic.verbs.inspect.report import InspectReport
+from zeroelastic.verbs.interface import Failure, Report
 from zeroelastic.verbs.latest import LatestReport
 from zeroelastic.verbs.ls import ListReport
 from zeroelastic.verbs.plan import PlanReport
 from zeroelastic.verbs.prune import PruneReport
-from zeroelastic.verbs.report import Failure, Report
 from zeroelastic.verbs.reshard.plan import ReshardReport
-from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
+from zeroelastic.verbs.verify.findings import VerifyAllReport, VerifyReport
 
 DOCUMENTS: dict[str, type[Report]] = {
     "inspect": InspectReport,

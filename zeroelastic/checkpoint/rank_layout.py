@@ -1,27 +1,32 @@
-"""The table ``zeroelastic`` of an elastic optimizer file (docs/concepts/format.md): how it is written, and how read.
+"""The layout of one rank's optimizer file: how its flat buffers are cut, and the table of it in elastic files.
 
-It has the parameters by sub-group with the range of each that the rank owns, the optimizer groups by the names of their
-parameters, and the save, rank and world size.
+The table ``zeroelastic`` (docs/concepts/format.md) has the parameters by sub-group with the range of each that the rank
+owns, the optimizer groups by the names of their parameters, and the save, rank and world size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import (
+    OptimizerHeader,
     OptionValue,
     ParamGroup,
+    checked_params,
     checked_table,
     damaged,
     read_group,
     read_option,
 )
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import Int64Array, Layout, Param
+from zeroelastic.core.layout import Int64Array, Layout, Param, layout_from_sub_groups, with_slices
+from zeroelastic.core.slices import RankSet
 from zeroelastic.errors import CheckpointError, NewerFormatError, shown
+from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import Extent, TensorRef, TorchFile
 
 ELASTIC_VERSION = 1
@@ -31,6 +36,71 @@ SAME_ON_ALL_RANKS = ("optimizer", "grad_scaler")
 
 _GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 """The entries of the state of torch's GradScaler."""
+
+
+class RankSlices(NamedTuple):
+    """Which slices a rank's files have to hold.
+
+    ``rank`` is counted over all ranks, ``layout`` is what the checkpoint's maps say that it has, and ``names`` has
+    the name of a whole tensor by the name in the files, where they differ.
+    """
+
+    topology: Topology
+    rank: int
+    layout: Layout
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCut:
+    """How many ranks there are, which of them a file is of, and the ranks that share each flat buffer.
+
+    Without ``num_parts`` all ranks share all.
+    """
+
+    world_size: int
+    rank: int
+    num_parts: tuple[int, ...] | None = None
+    ranks: tuple[RankSet, ...] | None = None
+
+    def layout(
+        self, buffers: Sequence[Sequence[Param]], path: FilePath, family: Callable[..., Layout] = layout_from_sub_groups
+    ) -> Layout:
+        """The layout of the parameters of each flat buffer, with the ranks. Raises CheckpointError."""
+        parts = self.parts(len(buffers), path)
+        checked_params([param for buffer in buffers for param in buffer], path)
+        try:
+            layout = family(buffers, self.world_size, num_parts=parts)
+        except (ValueError, OverflowError) as error:
+            raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
+        return layout if self.ranks is None else with_slices(layout, self.ranks)
+
+    def parts(self, num_buffers: int, path: FilePath) -> tuple[int, ...]:
+        """The ranks that share each flat buffer. Raises CheckpointError where the file has not as many buffers."""
+        parts = (self.world_size,) * num_buffers if self.num_parts is None else self.num_parts
+        if len(parts) != num_buffers:
+            raise damaged(path, f"states how many ranks share {len(parts)} flat buffers, and has {num_buffers}")
+        return parts
+
+
+def of_whole_tensors(shard: OptimizerHeader, slices: RankSlices) -> OptimizerHeader:
+    """A shard with the layout and the names that the checkpoint's maps give it.
+
+    Raises CheckpointError where the file has other slices.
+    """
+    own, layout, names = shard.layout, slices.layout, slices.names
+    params = [Param(names.get(param.name, param.name), param.shape) for param in own.params]
+    same = params == [*layout.params] and own.num_sub_groups == layout.num_sub_groups
+    if not same or not all(
+        np.array_equal(getattr(own, column), getattr(layout, column))
+        for column in ("sub_group", "origin", "part", "offset")
+    ):
+        raise CheckpointError(
+            f"{shard.path}: has other slices of tensors than the maps in the model states files give to rank "
+            f"{slices.rank}. Files of two saves are mixed in this directory."
+        )
+    groups = [replace(group, params=tuple(names.get(name, name) for name in group.params)) for group in shard.groups]
+    return replace(shard, layout=layout, groups=tuple(groups))
 
 
 def elastic_table(
