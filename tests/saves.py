@@ -21,7 +21,7 @@ import torch.distributed as dist
 from saved_files import record_of
 from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
-from zeroelastic.distributed import multicast
+from zeroelastic.distributed import spreading
 from zeroelastic.testing import RankPool, compare_states
 
 
@@ -134,7 +134,7 @@ def on_nodes(nodes: Nodes, placed: Sequence[int], call: Callable[..., Any], *arg
     node = placed[rank]
     os.environ["LOCAL_RANK"] = str(list(placed[:rank]).count(node))
     mount_disk(nodes, node)
-    multicast.FAN_OUT = 1  # ranks send on what they received, as they do where there are many
+    spreading.FAN_OUT = 1  # ranks send on what they received, as they do where there are many
     return call(*args, **options)
 
 

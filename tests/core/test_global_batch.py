@@ -8,7 +8,7 @@ import re
 from programs import run_command
 from sample import write_sample
 
-from zeroelastic.core.global_batch import misfit_notes
+from zeroelastic.core.world_size import misfit_notes
 
 
 def test_a_world_size_that_does_not_divide_the_saved_global_batch_is_noted(tmp_path):

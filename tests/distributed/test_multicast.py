@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.distributed import exchange
-from zeroelastic.distributed import multicast as multicast_module
-from zeroelastic.distributed.multicast import FAN_OUT, Request, multicast, tree_steps
+from zeroelastic.distributed import exchange, spreading
+from zeroelastic.distributed.spreading import FAN_OUT, Request, multicast, tree_steps
 from zeroelastic.testing import RankPool
 
 
@@ -47,7 +46,7 @@ class Asked(NamedTuple):
 
 def ask(failing: int | None) -> Asked:
     """What rank 0 of 4 sends to the others through one of them, and what rank 3 sends to itself."""
-    multicast_module.FAN_OUT = 1
+    spreading.FAN_OUT = 1
     exchange.ROUND_BYTES, exchange._LEAST_BYTES = 4096, 4096  # several rounds in each step
     rank, asked = dist.get_rank(), list[str]()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.deepspeed.live import group_split
-from zeroelastic.distributed import peer_memory
+from zeroelastic.distributed import spreading
 from zeroelastic.testing import RankPool
 
 _PART_BYTES = (1 << 20) + 24
@@ -44,7 +44,7 @@ def world() -> dist.ProcessGroup:
 def gather() -> tuple[bool, bool]:
     """Whether the parts were copied, and whether ``whole`` has all of them."""
     group, whole = world(), own_part_alone()
-    return peer_memory.gather_from_peers(whole, group), torch.equal(whole, all_parts())
+    return spreading.gather_from_peers(whole, group), torch.equal(whole, all_parts())
 
 
 def test_every_rank_copies_the_parts_of_all(rank_pool: RankPool) -> None:
@@ -53,7 +53,7 @@ def test_every_rank_copies_the_parts_of_all(rank_pool: RankPool) -> None:
 
 def failing(why: str) -> Any:
     """What makes copies of rank 1, or from it, fail."""
-    copy, rank = peer_memory._copy, dist.get_rank()
+    copy, rank = spreading._copy, dist.get_rank()
 
     def refused(process: int, src: int, dst: int, nbytes: int) -> bool:
         return nbytes < _PART_BYTES and copy(process, src, dst, nbytes)
@@ -62,9 +62,9 @@ def failing(why: str) -> Any:
         return True  # whose memory is zero there
 
     return {
-        "the kernel refuses one rank": mock.patch.object(peer_memory, "_copy", refused if rank == 1 else copy),
-        "one rank is on another machine": mock.patch.object(peer_memory, "machine", lambda: str(rank == 1)),
-        "another process has its number": mock.patch.object(peer_memory, "_copy", of_others if rank == 1 else copy),
+        "the kernel refuses one rank": mock.patch.object(spreading, "_copy", refused if rank == 1 else copy),
+        "one rank is on another machine": mock.patch.object(spreading, "machine", lambda: str(rank == 1)),
+        "another process has its number": mock.patch.object(spreading, "_copy", of_others if rank == 1 else copy),
         "no process has its number": mock.patch.object(os, "getpid", (lambda: 1 << 30) if rank == 1 else os.getpid),
     }[why]
 
@@ -73,7 +73,7 @@ def gather_despite(why: str) -> tuple[bool, bool, bool]:
     """Whether the parts were copied, this rank's is as it was, and the gather of a load has then brought all."""
     group, whole, rank = world(), own_part_alone(), dist.get_rank()
     with failing(why):
-        copied = peer_memory.gather_from_peers(whole, group)
+        copied = spreading.gather_from_peers(whole, group)
         own = torch.equal(whole[rank * _PART_BYTES :][:_PART_BYTES], part(rank))
         group_split._all_gather(whole, group)
     return copied, own, torch.equal(whole, all_parts())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from training import initialize
 
-from zeroelastic.core.global_batch import world_sizes
+from zeroelastic.core.world_size import world_sizes
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler
 from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan, current_rank, current_world_size
 from zeroelastic.errors import ConfigError

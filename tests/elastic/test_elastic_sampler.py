@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zeroelastic.core.global_batch import world_sizes
+from zeroelastic.core.world_size import world_sizes
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset, batch_plan
 from zeroelastic.elastic.position import _load_data
 from zeroelastic.errors import ConfigError, StrictError

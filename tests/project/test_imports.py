@@ -36,14 +36,14 @@ SEPARATE = [("deepspeed", "verbs")]
 
 INSIDE = {
     "elastic": {
-        "core.global_batch", "deepspeed.engine", "deepspeed.engine_state",
+        "core.world_size", "deepspeed.engine", "deepspeed.engine_state",
         "deepspeed.install.seams", "deepspeed.install.wrappers", "deepspeed.load.tag_choice",
         "deepspeed.node_local.node_tags", "deepspeed.client_state", "deepspeed.save.background",
         "distributed.collective", "distributed.partners", "errors", "io.paths", "observers", "report",
-        "runs.names", "runs.run_store", "runs.tags", "runs.verdicts",
+        "runs.names", "runs.tags", "runs.verdicts",
     },
     "integrations": {
-        "zeroelastic", "checkpoint.open", "core.global_batch", "deepspeed.engine", "deepspeed.live.kinds",
+        "zeroelastic", "checkpoint.open", "core.world_size", "deepspeed.engine", "deepspeed.live.kinds",
         "deepspeed.options", "deepspeed.patching", "deepspeed.save.background", "distributed.collective",
         "elastic.batch_plan", "elastic.position", "elastic.sampler", "errors", "report",
         "runs.names", "torch_file.header",

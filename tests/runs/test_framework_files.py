@@ -10,15 +10,8 @@ from synthetic import write_checkpoint
 import zeroelastic
 from zeroelastic.errors import CheckpointError
 from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.run_store import (
-    NOTE,
-    UNFINISHED,
-    RunStore,
-    expect_files,
-    note_files,
-    require_own_files,
-    saved_id,
-)
+from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.tags import NOTE, UNFINISHED, expect_files, note_files, require_own_files, saved_id
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files
 
 TAG = "global_step4"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from sample import write_sample
 
+from zeroelastic.core.world_size import derived_seed
 from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.run_store import derived_seed
 from zeroelastic.torch_file.header import read_tree
 from zeroelastic.verbs.reshard.new_run import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardReport, plan_reshard

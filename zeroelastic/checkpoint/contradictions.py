@@ -13,11 +13,11 @@ from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, configured_batch
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
-from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ParamContent
 from zeroelastic.core.layout import Layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, counted, some
 from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import paused_collector
 
 MIXED = "Files of two saves are mixed in this directory."
 

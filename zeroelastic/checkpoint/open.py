@@ -33,12 +33,11 @@ from zeroelastic.checkpoint.tag_files import (
     watch,
 )
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, missing_file, some
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.storage import Blocks, file_size
-from zeroelastic.torch_file.header import TorchFile, read_torch_file
+from zeroelastic.torch_file.header import TorchFile, paused_collector, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."

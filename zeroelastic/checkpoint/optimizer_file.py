@@ -12,12 +12,11 @@ import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.header import DType, Extent, Stub, TensorRef, TorchFile
+from zeroelastic.torch_file.header import DType, Extent, Stub, TensorRef, TorchFile, paused_collector
 from zeroelastic.torch_file.tree import entry
 
 OptionValue = int | float | bool | str | None | tuple[object, ...] | list[object]

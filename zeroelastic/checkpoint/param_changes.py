@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Param
+from zeroelastic.torch_file.header import paused_collector
 
 _PEFT_PARTS = ("base_layer", "original_module")
 

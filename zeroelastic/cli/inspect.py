@@ -62,7 +62,7 @@ def _answer(found: InspectReport) -> tuple[Severity, str]:
 
 def _save(found: InspectReport) -> Table:
     """How and by whom it was saved."""
-    from zeroelastic.core.global_batch import listed_world_sizes
+    from zeroelastic.core.world_size import listed_world_sizes
 
     is_shown = found.tp_size in (None, 1) or found.topology is not None
     batch = found.train_batch_size

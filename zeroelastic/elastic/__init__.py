@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from zeroelastic.core.global_batch import world_sizes
+from zeroelastic.core.world_size import world_sizes
 from zeroelastic.errors import require_torch, torch_is_there
 
 if not torch_is_there():

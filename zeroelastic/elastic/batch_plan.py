@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from zeroelastic.core.global_batch import listed_world_sizes, world_sizes
+from zeroelastic.core.world_size import listed_world_sizes, world_sizes
 from zeroelastic.errors import ConfigError
 
 Misfit = Literal["error", "pad"]

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from zeroelastic.core.world_size import derived_seed
 from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, any_rank
 from zeroelastic.errors import CheckpointError, StrictError
-from zeroelastic.runs.run_store import derived_seed
 
 KEY = "zeroelastic"
 """The key of our entry in the client state."""

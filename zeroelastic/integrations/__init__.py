@@ -10,5 +10,5 @@
     per_process            generators and schedulers, which accelerate and the Trainer keep for each process
     framework_checkpoints  what is done before and after a framework's own load, and around its own save
 
-All but ``transformers`` are applied by ``deepspeed/install/frameworks`` where the framework is imported.
+All but ``transformers`` are applied by ``deepspeed/patching`` where the framework is imported.
 """

@@ -2,7 +2,7 @@
 
 A load finds out which of the framework's checkpoints is the newest complete one, and what is corrected after the load.
 
-A save changes the note of ``runs.run_store`` in this order: before an engine's save, the files are of the tag
+A save changes the note of ``runs.tags`` in this order: before an engine's save, the files are of the tag
 that exists; after it, they are being written; when all ranks have written theirs, they are of the new save. A save in
 the background may make its tag later than that: until then the tag is of another save.
 """
@@ -42,8 +42,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import directory_exists
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.names import LATEST, normal, save_directory
-from zeroelastic.runs.run_store import UNFINISHED, expect_files, note_files, require_own_files, saved_id
 from zeroelastic.runs.tag_directory import read_tag, recover_all
+from zeroelastic.runs.tags import UNFINISHED, expect_files, note_files, require_own_files, saved_id
 from zeroelastic.runs.verdicts import check_quickly, is_damage
 
 S = TypeVar("S")

@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 
 from zeroelastic import last_report
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.core.global_batch import listed_world_sizes
+from zeroelastic.core.world_size import listed_world_sizes
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.distributed.collective import broadcast

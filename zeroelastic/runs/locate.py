@@ -27,7 +27,6 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath, absolute, as_path, local_path
 from zeroelastic.io.storage import directory_exists, file_sizes, list_directory
 from zeroelastic.runs.names import (
-    HERE,
     LATEST,
     LATEST_UNIVERSAL,
     WHAT_TO_GIVE,
@@ -38,7 +37,7 @@ from zeroelastic.runs.names import (
     normal,
     not_a_directory,
     read_latest,
-    why_no_tag,
+    why_no_tag_of,
 )
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import open_tag
@@ -113,10 +112,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         if (kind := other_format(path, names)) is not None:
             raise UnsupportedError(f"{path}: is {kind}. {_OF_OTHERS}")
         raise UsageError(f"{path}: {_what_is_there(path, inside)}")
-    problem = why_no_tag(chosen)
-    if problem is None and normal(chosen) == HERE:
-        problem = "no files of ranks lie in the directory itself"
-    if problem is not None:
+    if (problem := why_no_tag_of(path, chosen)) is not None:
         raise UsageError(
             f"{path}: {printable(chosen)} is not the name of a tag: {problem}. Give the name of a folder in it."
         )

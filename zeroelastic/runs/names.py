@@ -58,6 +58,14 @@ def why_no_tag(name: str) -> str | None:
     return _why_no_path(name)
 
 
+def why_no_tag_of(root: FilePath, tag: str) -> str | None:
+    """The reason why a name cannot be that of a tag of this directory, or None; the directory itself may be one."""
+    problem = why_no_tag(tag)
+    if problem is None and normal(tag) == HERE and not holds_checkpoint(root):
+        problem = "no files of ranks lie in the directory itself"
+    return problem
+
+
 def _why_no_path(name: str) -> str | None:
     if "\0" in name:
         return "it holds a zero byte"
@@ -201,11 +209,9 @@ def read_latest(root: FilePath, file: str = LATEST) -> str | None:
         return None
     try:
         tag = normal(data.decode().strip())
-        problem = why_no_tag(tag)
+        problem = why_no_tag_of(root, tag)
     except UnicodeDecodeError:
         tag, problem = "", "it is not UTF-8"
-    if problem is None and tag == HERE and not holds_checkpoint(root):
-        problem = "no files of ranks lie in this directory itself"
     if problem is not None:
         raise CheckpointError(
             f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant.",

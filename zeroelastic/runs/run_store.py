@@ -2,34 +2,27 @@
 
 A tag that is removed first gets a hidden name (``tag_directory``), so that it is never seen in part: a removal that is
 killed is finished by the next save or ``prune``. Kept is everything that a running save may still need.
-
-accelerate and the Trainer write schedulers, generators and counters next to a tag after the engine has saved it. A save
-that is cut short before the last of them leaves a tag and files of two saves, which nothing else shows where the
-directory was used before. So a hidden file next to the tag names the save that all files belong to, by the id in the
-tag's commit record.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError, printable
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath, local_paths
-from zeroelastic.io.storage import directory_exists, folders, place, read_whole
+from zeroelastic.io.storage import directory_exists, folders, place
+from zeroelastic.runs import tag_directory
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
@@ -43,15 +36,7 @@ from zeroelastic.runs.names import (
     normal,
     not_a_directory,
 )
-from zeroelastic.runs.tag_directory import (
-    is_removal,
-    is_unfinished,
-    life_of_owner,
-    open_tag,
-    removal_dir_of,
-    replaces_nothing,
-)
-from zeroelastic.runs.tags import Tag, committed_after, committed_tag, newest_first, step_of, tag_at
+from zeroelastic.runs.tags import Tag, committed_after, committed_tag, newest_first, require_own_files, step_of, tag_at
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +49,6 @@ CHANGED = "it changed while this ran"
 _TEMPORARY = re.compile(r"\.latest\.\d+(\.[0-9a-f]+)?\.tmp")
 _MIN_AGE_UNASKED_S = 24 * 3600.0
 _THREADS = 16
-
-NOTE = ".zeroelastic-files.json"
-UNFINISHED = "unfinished"
-"""In the place of a save's id: the files are being written."""
-
-_MAX_BYTES = 1 << 20
-
-Saves = Mapping[str, str | None]
-"""The save that the files are of, by tag; None is one without a commit record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +147,9 @@ class RunStore:
         Raises OSError.
         """
         assert path.is_relative_to(self._directory) and path != self._directory
-        gone = removal_dir_of(path)
+        gone = tag_directory.removal_dir_of(path)
         try:
-            if replaces_nothing(path) or survey(path).mark != seen.mark:
+            if tag_directory.replaces_nothing(path) or survey(path).mark != seen.mark:
                 return CHANGED
             if not path.is_dir():
                 path.unlink()
@@ -223,7 +199,7 @@ def leftover_names(directory: Path) -> tuple[str, ...]:
     return tuple(
         entry.name
         for entry in entries
-        if (is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False))
+        if (tag_directory.is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False))
         or (_TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False))
     )
 
@@ -234,11 +210,11 @@ def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "sav
     If it is unknown whether the process of the save still runs, the save counts as dead when nothing has changed for
     ``min_age_s``. Raises FileNotFoundError where it is being removed.
     """
-    if replaces_nothing(left):
+    if tag_directory.replaces_nothing(left):
         return "the tag that it belongs to is not there: a load or save of that tag puts it back"
-    if is_removal(left):
+    if tag_directory.is_removal(left):
         return None
-    life = life_of_owner(left)
+    life = tag_directory.life_of_owner(left)
     if life == "lives":
         return f"its {what} is on its way: the process that makes it is running"
     if life == "unknown" and time.time() - survey(left).changed_at < min_age_s:
@@ -280,59 +256,3 @@ def _delete(path: Path) -> None:
     except FileNotFoundError:  # another removal deletes it, too
         if path.exists():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def expect_files(directory: Path, tag: str) -> None:
-    """Note, before a tag is saved, that the files next to it belong to the tag that exists. Raises OSError."""
-    try:
-        noted = _read(directory)
-        new = {} if tag in noted else {tag: saved_id(directory, tag)}
-    except CheckpointError:  # damage that the save replaces
-        noted, new = {}, {tag: UNFINISHED}
-    if new:
-        directory.mkdir(parents=True, exist_ok=True)
-        note_files(directory, {**noted, **new})
-
-
-def note_files(directory: Path, saves: Saves) -> None:
-    """Note the saves that the files next to tags belong to. Raises OSError."""
-    write_atomically(directory / NOTE, json.dumps(saves).encode())
-
-
-def saved_id(directory: FilePath, tag: str) -> str | None:
-    """Return the id of the save that a tag is of; None where there is no tag, or one without a commit record."""
-    record = read_record(open_tag(directory_of(directory, tag)))
-    return None if record is None else record.save_id
-
-
-def require_own_files(directory: FilePath) -> None:
-    """Raise CheckpointError where the files next to a tag are of another save than the tag."""
-    for tag, save_id in _read(directory).items():
-        if saved_id(directory, tag) != save_id and directory_exists(directory_of(directory, tag)):
-            raise CheckpointError(
-                f"{directory}: the save of {printable(tag)} was cut short: the files beside it (scheduler, generators, "
-                "counters of the framework) are not all of the same save. Load another checkpoint, and save into a new "
-                f"directory each time, so that there is one. Without {directory / NOTE} this mix is loaded all the "
-                "same.",
-                remedy="",
-            )
-
-
-def _read(directory: FilePath) -> Saves:
-    """The note; nothing where there is none."""
-    path = directory / NOTE
-    try:
-        saves = json.loads(read_whole(path, limit=_MAX_BYTES))
-    except MissingFileError:
-        return {}
-    except (ValueError, RecursionError):  # a CheckpointError is one, too
-        saves = None
-    if not isinstance(saves, dict) or not all(one is None or isinstance(one, str) for one in saves.values()):
-        raise CheckpointError(f"{path}: is not the JSON object that zeroelastic writes there. It is damaged.")
-    return saves
-
-
-def derived_seed(identity: str, rank: int) -> int:
-    """The seed of one rank's generators: 63 bits, another for each checkpoint and rank."""
-    digest = hashlib.sha256(f"zeroelastic rng {identity} {rank}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

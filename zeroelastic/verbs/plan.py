@@ -15,9 +15,9 @@ from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, configured_dt
 from zeroelastic.checkpoint.saved_state import TensorSet, saved_parts
 from zeroelastic.checkpoint.tag_files import one_save
 from zeroelastic.checkpoint.topology import Topology, expert_sizes
-from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array, Layout, unpacked_layout
 from zeroelastic.core.plan import make_plan
+from zeroelastic.core.world_size import misfit_notes
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES

@@ -18,8 +18,7 @@ from importlib import import_module, metadata
 
 from packaging.version import InvalidVersion, Version
 
-from zeroelastic.deepspeed.install import frameworks
-from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
+from zeroelastic.deepspeed.patching import forget_frameworks, is_wrapped, unwrap_all, wrap, wrap_before_the_engine
 from zeroelastic.errors import INSTALL_TRAIN, IncompatibleDeepSpeedError
 
 MINIMUM_DEEPSPEED = "0.18"
@@ -173,7 +172,7 @@ def install() -> None:
         for seam in SEAMS:
             wrap(classes[seam.class_path], seam.method, getattr(wrappers, seam.method))
         logging.getLogger("DeepSpeed").addFilter(_drop_warning)
-    frameworks.wrap_before_the_engine()
+    wrap_before_the_engine()
     from zeroelastic.distributed.partners import announce
 
     announce()
@@ -181,7 +180,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put the originals back; see ``zeroelastic.uninstall``."""
-    frameworks.forget_all()
+    forget_frameworks()
     unwrap_all()
     logging.getLogger("DeepSpeed").removeFilter(_drop_warning)
     background = sys.modules.get("zeroelastic.deepspeed.save.background")

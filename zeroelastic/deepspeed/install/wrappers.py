@@ -23,12 +23,11 @@ from zeroelastic.activation import VARIABLE, is_active
 from zeroelastic.compiled_ops import compiled_ops, left_locks
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, link, state_of
-from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load.load import load
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
-from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.patching import patched, wrap_frameworks
 from zeroelastic.deepspeed.save.background import (
     drop_pending,
     finish_pending,

@@ -27,7 +27,7 @@ from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import expert_group, has_expert_buffers, is_expert, is_opaque, uncovered_groups
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.distributed.peer_memory import gather_from_peers
+from zeroelastic.distributed.spreading import gather_from_peers
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.errors import buffer_kind as word_for_buffer
 

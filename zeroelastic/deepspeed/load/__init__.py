@@ -4,10 +4,10 @@
     tag_choice          which tag is loaded; ``load_newest`` walks back to the newest that loads
     stock               which loads DeepSpeed does alone; ``arrangement`` checks that such a load would go right
     preflight           all checks before a tensor is touched, on all ranks together; its result is a ``LoadPlan``
-    load_plan           the bytes that each rank reads; ``compare`` compares parameters and optimizer before
+    load_plan           the bytes that each rank reads; ``compare`` compares save and run before
     saved_copies        whether copies of tensor parallel ranks agree, where no commit record says it
     restore             fills the live engine
-    module_states       the module states file: checked, and read by DeepSpeed's own load
+    module_states       the module states file, read by DeepSpeed's own load
     verify              digests of the live state against the commit record
     notes               the facts that a load notes for its report where they arise
     report              the report and its log line

@@ -1,4 +1,4 @@
-"""The parameters and the optimizer of a save, compared with the run.
+"""The parameters, the optimizer and the values of a save, compared with the run.
 
 Nothing here waits for another rank, and nothing of the engine is changed.
 """
@@ -6,19 +6,25 @@ Nothing here waits for another rank, and nothing of the engine is changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from zeroelastic.checkpoint.model_states import COUNTERS, ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader
 from zeroelastic.checkpoint.param_changes import ParamDiff, ParamSet, wrapper_advice
 from zeroelastic.core.layout import Param
+from zeroelastic.deepspeed.client_state import SAMPLER, sampler_problem, states_to_load
+from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.errors import LayoutMismatchError, UnsupportedError
+from zeroelastic.errors import LayoutMismatchError, UnsupportedError, shown
 from zeroelastic.torch_file.tree import entry
+
+_ADDED_BY_TORCH = frozenset(("_is_initial",))
+"""Flags that schedulers of a newer torch have in their state, and set in their constructor alone (torch 2.13)."""
 
 
 def saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
@@ -146,3 +152,62 @@ def saved_groups(head: OptimizerHeader) -> list[SavedGroup]:
         SavedGroup(head.optimizer, group.options, frozenset(found), group.tensors)
         for group, found in zip(head.groups, keys, strict=True)
     ]
+
+
+def check_loaded_values(engine: Engine, model: ModuleHeader, request: LoadRequest) -> None:
+    """Raise LayoutMismatchError, naming the file and every value that the run cannot take from it.
+
+    Buffers are not checked where ``custom_load_fn``, or a module in its own way, loads them.
+    """
+    problems: list[str] = []
+    own = _compared_buffers(engine.module) if request.custom_load_fn is None else {}
+    for name, form in model.others.items():
+        shape = None if form is None else form[1]
+        if name in own and shape != tuple(own[name].shape) and not (shape == (1,) and own[name].dim() == 0):
+            problems.append(f"buffer {name} is {_form(shape)}, and {_form(tuple(own[name].shape))} in the run")
+    if not request.load_module_only:
+        for key in COUNTERS:
+            if not isinstance(model.values.get(key), (int, float)) and (key != "global_samples" or key in model.values):
+                problems.append(f"{key} is {_value(model, key)}, not a number")
+        for key, state in states_to_load(engine).items():
+            saved = model.values.get(key)
+            if (
+                state is None
+                or (key == "lr_scheduler" and not request.load_lr_scheduler_states)
+                or (key != "lr_scheduler" and saved is None)
+            ):
+                continue
+            if not isinstance(state, Mapping) and saved is not None:
+                continue  # a scheduler of one's own, which alone knows what it takes
+            wanted = [name for name in state if name not in _ADDED_BY_TORCH] if isinstance(state, Mapping) else []
+            missing = [name for name in wanted if name not in saved] if isinstance(saved, Mapping) else []
+            if not isinstance(saved, Mapping) or missing:
+                what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
+                advice = " (load_lr_scheduler_states=False leaves it out)" if key == "lr_scheduler" else ""
+                problems.append(f"{key} {what}, which the run's own state has{advice}")
+            elif key == SAMPLER and (problem := sampler_problem(engine, saved)) is not None:
+                problems.append(problem)
+    if problems:
+        raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
+
+
+def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return buffers by name, without those of modules that decide themselves what they take from a state.
+
+    Such a module overrides ``_load_from_state_dict``, or it or an outer module has a hook before a load.
+    """
+    if module._load_state_dict_pre_hooks:
+        return {}
+    takes_all = module._load_from_state_dict.__module__.startswith("torch.nn.")
+    found = {prefix + name: buffer for name, buffer in module.named_buffers(recurse=False) if takes_all}
+    for name, child in module.named_children():
+        found |= _compared_buffers(child, f"{prefix}{name}.")
+    return found
+
+
+def _form(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"of shape {list(shape)}"
+
+
+def _value(model: ModuleHeader, key: str) -> str:
+    return shown(model.values[key]) if key in model.values else "missing"

@@ -1,9 +1,9 @@
-"""The module states file of a load: checked, then read by DeepSpeed's load, once, without parameters.
+"""The module states file of a load, which DeepSpeed's load reads once, without parameters.
 
 DeepSpeed takes the module's own entries, counters, and the states of the lr scheduler, random-LTD and the data sampler
 from it (``DeepSpeedEngine._load_checkpoint``, 0.19.8). A missing entry, or one of another kind, would end a load in the
-middle, so it is checked before. ``StatesFile`` is the file as ``torch.load`` reads it: without the bytes of parameters,
-which the load fills itself.
+middle, so it is checked before (``compare``). ``StatesFile`` is the file as ``torch.load`` reads it: without the bytes
+of parameters, which the load fills itself.
 """
 
 from __future__ import annotations
@@ -24,32 +24,18 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from zeroelastic.checkpoint.model_states import COUNTERS, ModuleHeader, client_state_keys
+from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.slices import Int64Array
-from zeroelastic.deepspeed.client_state import (
-    SAMPLER,
-    loading_sampler,
-    sampler_problem,
-    states_to_load,
-    without_missing,
-)
+from zeroelastic.deepspeed.client_state import loading_sampler, without_missing
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import begin_change, state_of
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.notes import LoadNotes
-from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutMismatchError,
-    UnreadableError,
-    UnsafePickleError,
-    shown,
-)
+from zeroelastic.errors import CheckpointError, ConfigError, UnreadableError, UnsafePickleError
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.safe_unpickler import split_global
 
@@ -249,61 +235,6 @@ def rearranged(saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequenc
     return state
 
 
-_ADDED_BY_TORCH = frozenset(("_is_initial",))
-"""Flags that schedulers of a newer torch have in their state, and set in their constructor alone (torch 2.13)."""
-
-
-def check_loaded_values(engine: Engine, model: ModuleHeader, request: LoadRequest) -> None:
-    """Raise LayoutMismatchError, naming the file and every value that the run cannot take from it.
-
-    Buffers are not checked where ``custom_load_fn``, or a module in its own way, loads them.
-    """
-    problems: list[str] = []
-    own = _compared_buffers(engine.module) if request.custom_load_fn is None else {}
-    for name, form in model.others.items():
-        shape = None if form is None else form[1]
-        if name in own and shape != tuple(own[name].shape) and not (shape == (1,) and own[name].dim() == 0):
-            problems.append(f"buffer {name} is {_form(shape)}, and {_form(tuple(own[name].shape))} in the run")
-    if not request.load_module_only:
-        for key in COUNTERS:
-            if not isinstance(model.values.get(key), (int, float)) and (key != "global_samples" or key in model.values):
-                problems.append(f"{key} is {_value(model, key)}, not a number")
-        for key, state in states_to_load(engine).items():
-            saved = model.values.get(key)
-            if (
-                state is None
-                or (key == "lr_scheduler" and not request.load_lr_scheduler_states)
-                or (key != "lr_scheduler" and saved is None)
-            ):
-                continue
-            if not isinstance(state, Mapping) and saved is not None:
-                continue  # a scheduler of one's own, which alone knows what it takes
-            wanted = [name for name in state if name not in _ADDED_BY_TORCH] if isinstance(state, Mapping) else []
-            missing = [name for name in wanted if name not in saved] if isinstance(saved, Mapping) else []
-            if not isinstance(saved, Mapping) or missing:
-                what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
-                advice = " (load_lr_scheduler_states=False leaves it out)" if key == "lr_scheduler" else ""
-                problems.append(f"{key} {what}, which the run's own state has{advice}")
-            elif key == SAMPLER and (problem := sampler_problem(engine, saved)) is not None:
-                problems.append(problem)
-    if problems:
-        raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
-
-
-def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return buffers by name, without those of modules that decide themselves what they take from a state.
-
-    Such a module overrides ``_load_from_state_dict``, or it or an outer module has a hook before a load.
-    """
-    if module._load_state_dict_pre_hooks:
-        return {}
-    takes_all = module._load_from_state_dict.__module__.startswith("torch.nn.")
-    found = {prefix + name: buffer for name, buffer in module.named_buffers(recurse=False) if takes_all}
-    for name, child in module.named_children():
-        found |= _compared_buffers(child, f"{prefix}{name}.")
-    return found
-
-
 def _buffer_casts(engine: Engine, load_plan: LoadPlan) -> list[str]:
     """Return a note on each kind of buffer that was cast; ``custom_load_fn`` may do with them what it likes."""
     buffers = dict(engine.module.named_buffers()) if load_plan.request.custom_load_fn is None else {}
@@ -311,14 +242,6 @@ def _buffer_casts(engine: Engine, load_plan: LoadPlan) -> list[str]:
     forms = ((name, form) for name, form in load_plan.model.others.items() if name in own and form)
     casts = {(form[0], own[name]) for name, form in forms if form[0] != own[name]}
     return [f"buffers: cast from {saved} to {live}" for saved, live in sorted(casts)]
-
-
-def _form(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else f"of shape {list(shape)}"
-
-
-def _value(model: ModuleHeader, key: str) -> str:
-    return shown(model.values[key]) if key in model.values else "missing"
 
 
 class StatesFile(io.RawIOBase):

@@ -18,8 +18,8 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.compare import check_loaded_values
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
-from zeroelastic.deepspeed.load.module_states import check_loaded_values
 from zeroelastic.deepspeed.load.notes import LOAD_BASE_FIRST, other_base
 from zeroelastic.deepspeed.load.saved_copies import check_tp_replicas
 from zeroelastic.deepspeed.node_local.peers import receive_headers

@@ -14,15 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zeroelastic.checkpoint import contradictions
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.contradictions import (
-    VALUE_FACTS,
-    Values,
-    other_directory,
-    shard_facts,
-    shard_values,
-    values_sentence,
-)
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
@@ -108,7 +101,7 @@ class LoaderChoice(NamedTuple):
     live: LiveOptimizer | None
     request: LoadRequest
     reason: str | None = None
-    values: Values | None = None
+    values: contradictions.Values | None = None
 
 
 def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> LoaderChoice:
@@ -133,7 +126,7 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
             return LoaderChoice(live, request)
         return LoaderChoice(live, request, *_why_only_deepspeed_reads(engine, live, local, request))
 
-    def part(loader: LoaderChoice) -> tuple[Verify, str | None, tuple[int, int] | None, Values | None]:
+    def part(loader: LoaderChoice) -> tuple[Verify, str | None, tuple[int, int] | None, contradictions.Values | None]:
         live = loader.live
         level = request.options.verify_level(on_gpu=live is not None and live.on_gpu)
         if live is None:
@@ -157,28 +150,33 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
     return LoaderChoice(own.live, request if own.live.trains else replace(request, load_optimizer_states=False))
 
 
-def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], Values]]) -> str | None:
+def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], contradictions.Values]]) -> str | None:
     """Return why DeepSpeed loads: the optimizer computed numbers from each rank's own part, and they differ.
 
     ``tables`` are the numbers of each rank, by its tensor parallel and its data parallel rank.
     """
     for tp_rank in sorted({place[0] for place, _ in tables}):
-        sentence = values_sentence([(rank, values) for (tp, rank), values in tables if tp == tp_rank])
+        sentence = contradictions.values_sentence([(rank, values) for (tp, rank), values in tables if tp == tp_rank])
         if sentence is not None:
             return f"{tag_dir}: {sentence}"
     return None
 
 
-def _values(shard: OptimizerHeader) -> Values:
+def _values(shard: OptimizerHeader) -> contradictions.Values:
     """Return the optimizer's numbers in a file, and a hash of all else that the files of one save have in common."""
-    common = [shard_facts(shard)[fact] for fact in sorted(shard_facts(shard).keys() - VALUE_FACTS)]
-    numbers = {what: (key, value) for what, (key, value) in shard_values(shard).items() if key != "params"}
+    common = [
+        contradictions.shard_facts(shard)[fact]
+        for fact in sorted(contradictions.shard_facts(shard).keys() - contradictions.VALUE_FACTS)
+    ]
+    numbers = {
+        what: (key, value) for what, (key, value) in contradictions.shard_values(shard).items() if key != "params"
+    }
     return {**numbers, "the save": ("save", hashlib.sha256(repr(common).encode()).hexdigest())}
 
 
 def _why_only_deepspeed_reads(
     engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest
-) -> tuple[str | None, Values | None]:
+) -> tuple[str | None, contradictions.Values | None]:
     """Return why only DeepSpeed reads this rank's files, and the optimizer's numbers; None where the load is ours.
 
     It reads the weights of the module where there are no optimizer files (stage 0, or they were removed), and of rigid
@@ -229,7 +227,7 @@ def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: L
         return
     file = read_torch_file(path, foreign="inert")
     if file.directory != record.directories.get(path.name, file.directory):
-        raise CheckpointError(other_directory(path))
+        raise CheckpointError(contradictions.other_directory(path))
     if live.rank == 0:
         check_archive(path, file.size, executor=request.options.host_io_engine)
 

@@ -34,7 +34,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
-from zeroelastic.distributed.multicast import Request, multicast
+from zeroelastic.distributed.spreading import Request, multicast
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import (
     CopyTable,

@@ -27,7 +27,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live, listed_by_optimizer, 
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import replicated_facts, require_equal, token_of
 from zeroelastic.deepspeed.options import SaveRequest
-from zeroelastic.deepspeed.save.directory import as_save_error
+from zeroelastic.deepspeed.save.commit import as_save_error
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
 from zeroelastic.errors import (
     CheckpointError,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,7 +38,8 @@ from zeroelastic.deepspeed.engine_state import LastSave
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.distributed.collective import all_gather, maximum
-from zeroelastic.errors import CheckpointError, SaveError
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError
+from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
@@ -136,6 +138,22 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
 def not_committed(tag_dir: Path, why: str) -> SaveError:
     """The error of a save that ends before its commit."""
     return SaveError(f"{tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
+
+
+@contextmanager
+def as_save_error(tag_dir: FilePath) -> Iterator[None]:
+    """Within this context, an error of the disk becomes the SaveError of a save that has not begun."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except UnreadableError as error:
+        raise SaveError(f"{tag_dir}: cannot be written: {error} Nothing was saved.") from error
+    except OSError as error:
+        raise SaveError(
+            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
+            "`latest` is unchanged."
+        ) from error
 
 
 def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:

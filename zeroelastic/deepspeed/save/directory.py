@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +20,13 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import (
     PendingCommit,
     Written,
+    as_save_error,
     gather_written,
     not_committed,
     read_back,
     record_of,
 )
 from zeroelastic.deepspeed.save.shard_writer import Snapshot
-from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise, broadcast
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -37,7 +36,6 @@ from zeroelastic.errors import (
     UnsupportedError,
 )
 from zeroelastic.io.atomic import sync_path, write_atomically
-from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, place
 from zeroelastic.runs.names import LATEST, run_of
 from zeroelastic.runs.run_store import RunStore
@@ -227,48 +225,3 @@ class SaveDirectory:
                     f"{self.run_dir / LATEST}: cannot be written: {error.strerror}. The checkpoint {self.tag} is "
                     "complete; load it by its tag."
                 ) from error
-
-
-def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
-    """Return for each rank the first rank that sees the same parent directory of the tag. Collective.
-
-    The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
-    directory, which has the files of its node. Raises SaveError on every rank if any rank cannot.
-    """
-    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}."
-    place, rank = tag_dir.parent, dist.get_rank()
-    probe = place / f"{stem}{rank}"
-
-    def make() -> None:
-        with as_save_error(tag_dir):
-            place.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-
-    def leader() -> int:
-        if (place / f"{stem}0").exists():
-            return 0
-        with as_save_error(tag_dir):
-            seen = [name.removeprefix(stem) for name in os.listdir(place) if name.startswith(stem)]
-        return min([rank, *map(int, seen)])
-
-    all_or_raise(make)
-    try:
-        return tuple(all_gather_or_raise(leader)[1])
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-@contextmanager
-def as_save_error(tag_dir: FilePath) -> Iterator[None]:
-    """Within this context, an error of the disk becomes the SaveError of a save that has not begun."""
-    try:
-        yield
-    except SaveError:
-        raise
-    except UnreadableError as error:
-        raise SaveError(f"{tag_dir}: cannot be written: {error} Nothing was saved.") from error
-    except OSError as error:
-        raise SaveError(
-            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
-            "`latest` is unchanged."
-        ) from error

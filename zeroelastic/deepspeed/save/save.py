@@ -225,7 +225,7 @@ def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int
 
     DeepSpeed has local rank 0 do it under ``use_node_local_storage``. Where the launcher's local ranks are not those
     that share a disk, several ranks would write into one file, or none. Ranks that see one directory have the same one
-    of ``leaders`` (``directory_leaders``). Every file lists tied parameters, which DeepSpeed does on rank 0 alone.
+    of ``leaders``. Every file lists tied parameters, which DeepSpeed does on rank 0 alone.
     Source: ``DeepSpeedEngine._configure_checkpointing``, ``_get_shared_params`` (0.19.8). Collective.
     """
     if live.per_param or not engine.use_node_local_storage():

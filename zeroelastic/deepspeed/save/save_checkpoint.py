@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +26,10 @@ from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for, finish_pending
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.checks import prepare
-from zeroelastic.deepspeed.save.commit import new_save_id
-from zeroelastic.deepspeed.save.directory import SaveDirectory, directory_leaders
+from zeroelastic.deepspeed.save.commit import as_save_error, new_save_id
+from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.save import Method, Save
-from zeroelastic.distributed.collective import all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise, broadcast
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import UnsupportedError, UsageError, ZeroElasticError
 from zeroelastic.io.paths import absolute
@@ -149,8 +151,37 @@ def _destination(engine: Engine, request: SaveRequest, save_id: str) -> SaveDire
     options, directory = options_of(engine), request.directory
     leaders: tuple[int, ...] = (0,) * dist.get_world_size()
     if engine.use_node_local_storage():
-        leaders = directory_leaders(directory / request.tag)
+        leaders = _leaders(directory / request.tag)
     return SaveDirectory(directory, request.tag, save_id, leaders, save_latest=request.save_latest, fsync=options.fsync)
+
+
+def _leaders(tag_dir: Path) -> tuple[int, ...]:
+    """Return for each rank the first rank that sees the same parent directory of the tag. Collective.
+
+    The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
+    directory, which has the files of its node. Raises SaveError on every rank if any rank cannot.
+    """
+    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}."
+    place, rank = tag_dir.parent, dist.get_rank()
+    probe = place / f"{stem}{rank}"
+
+    def make() -> None:
+        with as_save_error(tag_dir):
+            place.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+
+    def leader() -> int:
+        if (place / f"{stem}0").exists():
+            return 0
+        with as_save_error(tag_dir):
+            seen = [name.removeprefix(stem) for name in os.listdir(place) if name.startswith(stem)]
+        return min([rank, *map(int, seen)])
+
+    all_or_raise(make)
+    try:
+        return tuple(all_gather_or_raise(leader)[1])
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequest, why: ZeroElasticError) -> Any:

@@ -31,15 +31,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import MemoryOptions, SaveRequest
 from zeroelastic.deepspeed.save.checks import refuse_changed_module
-from zeroelastic.distributed.collective import (
-    all_gather,
-    all_or_raise,
-    broadcast,
-    collectives_over,
-    end_group,
-    is_raised_on_all_ranks,
-    limit,
-)
+from zeroelastic.distributed import collective
 from zeroelastic.elastic.memory.memory_file import Slot
 from zeroelastic.elastic.memory.place import JobPlace, RunPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
@@ -90,25 +82,25 @@ class MemoryCheckpoints:
         self.complete_step: int | None = None
         self.error: BaseException | None = None
         self._engine = engine
-        live = all_or_raise(lambda: _require_covered(engine))
-        place = all_or_raise(_own_place)
+        live = collective.all_or_raise(lambda: _require_covered(engine))
+        place = collective.all_or_raise(_own_place)
         rack = os.environ.get(RACK, "")
-        by_rank = all_gather((f"{place.node} {place.path}", rack))
+        by_rank = collective.all_gather((f"{place.node} {place.path}", rack))
         nodes = nodes_of([node for node, _ in by_rank])
         self.placement = Placement(nodes, tuple(by_rank[ranks[0]][1] for ranks in nodes), self.options.copies)
         self._run = RunPlace.of(place.path, directory, params_digest(live.layout.params))
-        all_or_raise(lambda: self._require_no_twin(directory))
-        self._attempt = broadcast(uuid.uuid4().hex)
+        collective.all_or_raise(lambda: self._require_no_twin(directory))
+        self._attempt = collective.broadcast(uuid.uuid4().hex)
         rank = dist.get_rank()
         self._leaders = tuple(self.placement.nodes[node][0] for node in self.placement.node_of)
         self._leads_node = self._leaders[rank] == rank
         own = self._run.writing(self._attempt) / f"rank{rank}"
         self._slots = [Slot(own / "0"), Slot(own / "1")]
         self._next = self._number = 0
-        all_or_raise(self._make_directories)
+        collective.all_or_raise(self._make_directories)
         self._saved = replace(last_save_of(engine))
-        self._tied: Mapping[str, str] = broadcast(all_or_raise(engine._get_shared_params))
-        self._timeout_s = min(options.save_timeout_s, limit())
+        self._tied: Mapping[str, str] = collective.broadcast(collective.all_or_raise(engine._get_shared_params))
+        self._timeout_s = min(options.save_timeout_s, collective.limit())
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         self._thread: threading.Thread | None = None
         self.is_broken = False
@@ -200,7 +192,7 @@ class MemoryCheckpoints:
     def forget(self) -> None:
         """Remove the checkpoints: the run does not continue from them. Collective."""
         self.wait()
-        all_or_raise(lambda: self._run.remove_tags() if self._leads_node else None)
+        collective.all_or_raise(lambda: self._run.remove_tags() if self._leads_node else None)
         self.complete_step = None
 
     def close(self, *, failed: bool = False) -> None:
@@ -213,7 +205,7 @@ class MemoryCheckpoints:
         if not failed:
             self.wait()
             if not self.is_broken:
-                end_group(self._group)
+                collective.end_group(self._group)
                 del self._group
         if self._hook is not None:
             self._hook.remove()
@@ -245,13 +237,13 @@ class MemoryCheckpoints:
         """Complete a checkpoint in the thread. Collective over the threads."""
         self.error = None
         try:
-            with collectives_over(self._group):
+            with collective.collectives_over(self._group):
                 self._finish(node, captured)
             self._next ^= 1
             self.complete_step = step
         except Exception as caught:
             self.error = caught
-            self.is_broken |= not is_raised_on_all_ranks(caught)
+            self.is_broken |= not collective.is_raised_on_all_ranks(caught)
             if self.is_broken and dist.is_initialized():
                 # A rank that still waits for this one in a collective of the group fails too, when its connections end.
                 traceback.clear_frames(caught.__traceback__)
@@ -270,11 +262,13 @@ class MemoryCheckpoints:
 
         try:
             with node.discarded_on_failure():
-                save = all_or_raise(give)
+                save = collective.all_or_raise(give)
             save.commit()
         except Exception as error:
-            if is_raised_on_all_ranks(error):
-                all_or_raise(lambda: None)  # only then may its files be written to: it is on no node any more
+            if collective.is_raised_on_all_ranks(error):
+                collective.all_or_raise(
+                    lambda: None
+                )  # only then may its files be written to: it is on no node any more
             raise
 
     def _log(self, step: int, error: BaseException) -> None:

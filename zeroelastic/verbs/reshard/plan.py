@@ -11,7 +11,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CommitRecord, S
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.digest import ParamContent
-from zeroelastic.core.global_batch import misfit_notes
+from zeroelastic.core.world_size import misfit_notes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import directory_digest

@@ -23,12 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
+from zeroelastic.core.world_size import derived_seed
 from zeroelastic.errors import MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_exactly
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
-from zeroelastic.runs.run_store import NOTE, derived_seed, require_own_files
+from zeroelastic.runs.tags import NOTE, require_own_files
 from zeroelastic.torch_file.header import read_tree
 from zeroelastic.torch_file.tree import Stub, TensorRef, new_storage, tensor
 from zeroelastic.verbs.new_files import write_archive

@@ -22,8 +22,9 @@ from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.storage import directory_exists
 from zeroelastic.runs.locate import UNIVERSAL, find_source
-from zeroelastic.runs.run_store import RunStore, require_own_files
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import open_tag
+from zeroelastic.runs.tags import require_own_files
 from zeroelastic.verbs.interface import Progress, no_progress
 from zeroelastic.verbs.verify.findings import VerifyAllReport, VerifyReport, full_report, not_opened, quick_report
 from zeroelastic.verbs.verify.payload_scan import scan_ranks

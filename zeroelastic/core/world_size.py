@@ -1,7 +1,11 @@
-"""The global batch and the world sizes that divide it: arithmetic that needs neither torch nor a run."""
+"""A run at another world size: the sizes that divide its global batch, and the seeds of its ranks.
+
+This is arithmetic, which needs neither torch nor a run.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 _NAMED = 24
@@ -35,3 +39,9 @@ def misfit_notes(
         "at the start of training unless train_batch_size is changed. World sizes that divide it: "
         f"{listed_world_sizes(global_batch)}.",
     )
+
+
+def derived_seed(identity: str, rank: int) -> int:
+    """The seed of one rank's generators: 63 bits, another for each checkpoint and rank."""
+    digest = hashlib.sha256(f"zeroelastic rng {identity} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
