@@ -20,7 +20,6 @@ from zeroelastic.checkpoint.saved_layout import DATA_FIRST
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file, rank_files
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.topology import tensor_parallel
-from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather_of_or_raise
 from zeroelastic.errors import (
     CheckpointError,
@@ -62,7 +61,7 @@ def own_names(engine: Engine, tag_dir: Path) -> list[str]:
     return [os.path.basename(path) for path in paths]
 
 
-def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) -> None:
+def refuse_state_of_zero(engine: Engine, tag_dir: Path, *, weights_only: bool) -> None:
     """Raise UnsupportedError where a run without ZeRO would resume optimizer state from files of ZeRO.
 
     DeepSpeed ends in a TypeError, or in an empty AssertionError. Each rank looks at what it sees: not collective.
@@ -72,9 +71,7 @@ def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) ->
         return
     kinds = {file.kind for name in file_sizes(tag_dir) if (file := parse_rank_file(name)) is not None}
     own = tag_dir / os.path.basename(engine._get_ckpt_name(str(tag_dir.parent), tag_dir.name))
-    if "optimizer" not in kinds or (
-        own.exists() and (request.weights_only or _root(own).get("optimizer", 0) is not None)
-    ):
+    if "optimizer" not in kinds or (own.exists() and (weights_only or _root(own).get("optimizer", 0) is not None)):
         return
     advice = "" if "model" in kinds else ", or take the weights alone with load_optimizer_states=False"
     raise UnsupportedError(
@@ -126,7 +123,7 @@ def _current(engine: Engine) -> _Arrangement:
     return _Arrangement.of(model, {"optimizer_state_dict": state, "ds_config": engine._config._param_dict})
 
 
-def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest, why: str) -> None:
+def refuse_other_arrangement(engine: Engine, tag_dir: Path, why: str, *, weights_only: bool) -> None:
     """Raise UnsupportedError where this run, left to DeepSpeed because of ``why``, is arranged unlike the save.
 
     Each rank reads its own files' headers. Weights alone load by name: only the tensor parallel size counts.
@@ -136,8 +133,9 @@ def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest
 
     def look() -> list[str]:
         names = own_names(engine, tag_dir)
-        files = [tag_dir / name for name in (names[:1] if request.weights_only else names)]
-        _compare(engine, tag_dir, [_root(file) for file in files if os.path.exists(file)], request, why)
+        files = [tag_dir / name for name in (names[:1] if weights_only else names)]
+        roots = [_root(file) for file in files if os.path.exists(file)]
+        _compare(engine, tag_dir, roots, why, weights_only=weights_only)
         return [file.name for file in files if not os.path.exists(file)]
 
     missing = all_gather_of_or_raise(look, lambda gone: gone)[1]
@@ -146,14 +144,14 @@ def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest
         raise MissingFileError(f"{tag_dir}: some ranks do not find {some(gone)}. The checkpoint is incomplete.")
 
 
-def _compare(engine: Engine, tag_dir: Path, roots: Sequence[Table], request: LoadRequest, why: str) -> None:
+def _compare(engine: Engine, tag_dir: Path, roots: Sequence[Table], why: str, *, weights_only: bool) -> None:
     model = next((root for root in roots if "module" in root or "dp_world_size" in root), {})
     optimizer = next((root for root in roots if "optimizer_state_dict" in root), {})
     saved, live = _Arrangement.of(model, optimizer), _current(engine)
     if saved.tensor_size not in (None, live.tensor_size):
         live_tp = TensorParallel(size=live.tensor_size or 1)
         raise other_tp_size(tag_dir, saved.tensor_size, live_tp, stage=engine.zero_optimization_stage())
-    if request.weights_only:
+    if weights_only:
         return
     differ = []
     zero = engine.zero_optimization()  # without ZeRO every rank has all of the optimizer's state

@@ -154,41 +154,38 @@ def saved_groups(head: OptimizerHeader) -> list[SavedGroup]:
     ]
 
 
-def check_loaded_values(engine: Engine, model: ModuleHeader, request: LoadRequest) -> None:
-    """Raise LayoutMismatchError, naming the file and every value that the run cannot take from it.
-
-    Buffers are not checked where ``custom_load_fn``, or a module in its own way, loads them.
-    """
+def buffer_problems(module: torch.nn.Module, model: ModuleHeader) -> list[str]:
+    """Return the saved buffers that the run cannot take, without those that a module loads in a way of its own."""
     problems: list[str] = []
-    own = _compared_buffers(engine.module) if request.custom_load_fn is None else {}
+    own = _compared_buffers(module)
     for name, form in model.others.items():
         shape = None if form is None else form[1]
         if name in own and shape != tuple(own[name].shape) and not (shape == (1,) and own[name].dim() == 0):
             problems.append(f"buffer {name} is {_form(shape)}, and {_form(tuple(own[name].shape))} in the run")
-    if not request.load_module_only:
-        for key in COUNTERS:
-            if not isinstance(model.values.get(key), (int, float)) and (key != "global_samples" or key in model.values):
-                problems.append(f"{key} is {_value(model, key)}, not a number")
-        for key, state in states_to_load(engine).items():
-            saved = model.values.get(key)
-            if (
-                state is None
-                or (key == "lr_scheduler" and not request.load_lr_scheduler_states)
-                or (key != "lr_scheduler" and saved is None)
-            ):
-                continue
-            if not isinstance(state, Mapping) and saved is not None:
-                continue  # a scheduler of one's own, which alone knows what it takes
-            wanted = [name for name in state if name not in _ADDED_BY_TORCH] if isinstance(state, Mapping) else []
-            missing = [name for name in wanted if name not in saved] if isinstance(saved, Mapping) else []
-            if not isinstance(saved, Mapping) or missing:
-                what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
-                advice = " (load_lr_scheduler_states=False leaves it out)" if key == "lr_scheduler" else ""
-                problems.append(f"{key} {what}, which the run's own state has{advice}")
-            elif key == SAMPLER and (problem := sampler_problem(engine, saved)) is not None:
-                problems.append(problem)
-    if problems:
-        raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
+    return problems
+
+
+def value_problems(engine: Engine, model: ModuleHeader, *, with_scheduler: bool) -> list[str]:
+    """Return the saved counters, and states of what the run has, that it cannot take."""
+    problems: list[str] = []
+    for key in COUNTERS:
+        if not isinstance(model.values.get(key), (int, float)) and (key != "global_samples" or key in model.values):
+            problems.append(f"{key} is {_value(model, key)}, not a number")
+    for key, state in states_to_load(engine).items():
+        saved, is_scheduler = model.values.get(key), key == "lr_scheduler"
+        if state is None or (not with_scheduler if is_scheduler else saved is None):
+            continue
+        if not isinstance(state, Mapping) and saved is not None:
+            continue  # a scheduler of one's own, which alone knows what it takes
+        wanted = [name for name in state if name not in _ADDED_BY_TORCH] if isinstance(state, Mapping) else []
+        missing = [name for name in wanted if name not in saved] if isinstance(saved, Mapping) else []
+        if not isinstance(saved, Mapping) or missing:
+            what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
+            advice = " (load_lr_scheduler_states=False leaves it out)" if is_scheduler else ""
+            problems.append(f"{key} {what}, which the run's own state has{advice}")
+        elif key == SAMPLER and (problem := sampler_problem(engine, saved)) is not None:
+            problems.append(problem)
+    return problems
 
 
 def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:

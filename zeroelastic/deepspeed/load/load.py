@@ -10,25 +10,26 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 
 from zeroelastic import observers
-from zeroelastic.checkpoint.tag_files import was_saved_again
+from zeroelastic.checkpoint.tag_files import SAVE_ID, was_saved_again
 from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
-from zeroelastic.deepspeed.engine_state import changing, note_load, state_of
+from zeroelastic.deepspeed.engine_state import begin_change, changing, note_load, refuse_damaged, state_of
 from zeroelastic.deepspeed.load.notes import LoadNotes, note_before_load, note_options, optimizer_options
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import gather_costs, load_report, log_batch, log_report
 from zeroelastic.deepspeed.load.restore import restore
-from zeroelastic.deepspeed.load.stock import Loaded, choose_loader, is_left_to_deepspeed, load_by_deepspeed
+from zeroelastic.deepspeed.load.stock import choose_loader, is_left_to_deepspeed
 from zeroelastic.deepspeed.load.tag_choice import choose_tag, load_newest, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import SavedAgainError
+from zeroelastic.errors import SavedAgainError, UnsupportedError
 from zeroelastic.io.paths import FilePath, absolute, local_path
 from zeroelastic.io.retries import retrying
 from zeroelastic.report import ResumeReport
@@ -37,6 +38,9 @@ from zeroelastic.runs.tags import about_newer
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)
+
+Loaded = tuple[Any, Any]
+"""What ``load_checkpoint`` returns: the path that was loaded, or None, and the client state."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +60,23 @@ class LoadCall:
 
     def by_deepspeed(self, request: LoadRequest) -> Loaded:
         """Load through DeepSpeed alone. Collective."""
-        return load_by_deepspeed(self.engine, self.original, request)
+        engine = self.engine
+        if local_path(request.directory) is None:
+            raise UnsupportedError(
+                f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
+                "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
+            )
+        before = state_of(engine).damage
+        begin_change(engine, "The engine may hold a part of the checkpoint: do not train on it.")
+        path, client_state = self.original(request.load_dir, request.tag, **request.flags())
+        if path is None:  # DeepSpeed has warned that there is nothing, and changed nothing
+            state_of(engine).damage = before
+            refuse_damaged(engine)
+            return path, client_state
+        if not request.load_module_only:
+            note_load(engine, None, client_state)
+        client_state.pop(SAVE_ID, None)
+        return path, client_state
 
     def timed_report(self) -> ResumeReport:
         """The engine's report, whose seconds are now those since the call began."""

@@ -18,7 +18,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.compare import check_loaded_values
+from zeroelastic.deepspeed.load.compare import buffer_problems, value_problems
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
 from zeroelastic.deepspeed.load.notes import LOAD_BASE_FIRST, other_base
 from zeroelastic.deepspeed.load.saved_copies import check_tp_replicas
@@ -81,7 +81,7 @@ def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: F
 
     def check() -> LoadPlan:
         plan = plan_load(received or open_here(), live, request)
-        check_loaded_values(engine, plan.model, request)
+        _check_loaded_values(engine, plan)
         return replace(plan, checked_bytes=_check_checksums(plan)) if request.options.verifies_content else plan
 
     plan, digests = all_gather_of_or_raise(check, _consistency_digest)
@@ -89,6 +89,17 @@ def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: F
     if not plan.checkpoint.inventory.is_recorded:
         _check_unrecorded(plan)
     return plan
+
+
+def _check_loaded_values(engine: Engine, plan: LoadPlan) -> None:
+    """Raise LayoutMismatchError, naming the file and every value that the run cannot take from it."""
+    model, request, problems = plan.model, plan.request, list[str]()
+    if request.custom_load_fn is None:
+        problems += buffer_problems(engine.module, model)
+    if not request.load_module_only:
+        problems += value_problems(engine, model, with_scheduler=request.load_lr_scheduler_states)
+    if problems:
+        raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
 
 
 def _check_unrecorded(plan: LoadPlan) -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zeroelastic.checkpoint import contradictions
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
-from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.engine_state import begin_change, note_load, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.arrangement import (
@@ -36,14 +35,12 @@ from zeroelastic.deepspeed.options import VERIFY_LEVELS, LoadRequest, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, OldFormatError, UnsupportedError, some
+from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath, local_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.names import read_latest
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.zip_check import check_archive
-
-Loaded = tuple[Any, Any]
-"""What ``load_checkpoint`` returns: the path that was loaded, or None, and the client state."""
 
 
 def is_left_to_deepspeed(engine: Engine, request: LoadRequest) -> bool:
@@ -55,41 +52,21 @@ def is_left_to_deepspeed(engine: Engine, request: LoadRequest) -> bool:
         return True
     if kind_of(engine.optimizer, to_load=True) is not None:
         return False
-    if local_path(request.directory) is not None:
-        _check_left(engine, request)
+    if (directory := local_path(request.directory)) is not None:
+        _check_left(engine, directory, request.tag, weights_only=request.weights_only)
     return True
 
 
-def _check_left(engine: Engine, request: LoadRequest) -> None:
+def _check_left(engine: Engine, directory: Path, tag: str | None, *, weights_only: bool) -> None:
     if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
-        if (tag := request.tag if request.tag is not None else read_latest(request.directory)) is not None:
-            refuse_state_of_zero(engine, Path(request.load_dir) / str(tag), request)
+        if (tag := tag if tag is not None else read_latest(directory)) is not None:
+            refuse_state_of_zero(engine, directory / str(tag), weights_only=weights_only)
         return
     require_partners()
-    tag = request.tag if request.tag is not None else all_or_raise(lambda: read_latest(request.directory))
+    tag = tag if tag is not None else all_or_raise(lambda: read_latest(directory))
     if tag is not None:
         why = why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__
-        refuse_other_arrangement(engine, Path(request.load_dir) / str(tag), request, why)
-
-
-def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], request: LoadRequest) -> Loaded:
-    """DeepSpeed's own load; ``original`` is its method, bound to the engine. Collective."""
-    if local_path(request.directory) is None:
-        raise UnsupportedError(
-            f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
-            "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
-        )
-    before = state_of(engine).damage
-    begin_change(engine, "The engine may hold a part of the checkpoint: do not train on it.")
-    path, client_state = original(request.load_dir, request.tag, **request.flags())
-    if path is None:  # DeepSpeed has warned that there is nothing, and changed nothing
-        state_of(engine).damage = before
-        refuse_damaged(engine)
-        return path, client_state
-    if not request.load_module_only:
-        note_load(engine, None, client_state)
-    client_state.pop(SAVE_ID, None)
-    return path, client_state
+        refuse_other_arrangement(engine, directory / str(tag), why, weights_only=weights_only)
 
 
 class LoaderChoice(NamedTuple):
@@ -141,7 +118,7 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
         if len(tables) == len(found):
             reasons = [_values_of_ranks(tag_dir, tables)]
     if local is not None and None not in reasons:
-        refuse_other_arrangement(engine, local, request, reasons[0] or "")
+        refuse_other_arrangement(engine, local, reasons[0] or "", weights_only=request.weights_only)
         return LoaderChoice(None, request, reasons[0])
     assert own.live is not None, "else there is a reason"
     level = min((level for level, *_ in found), key=VERIFY_LEVELS.index)
@@ -189,7 +166,8 @@ def _why_only_deepspeed_reads(
     tp = live.sharing.place[1]
     kinds = [file.kind for name in names if (file := parse_rank_file(name)) is not None]
     if kinds == ["whole_model"] * tp.size and request.weights_only and not live.per_param:
-        _check_module(engine, live, tag_dir, request)
+        if request.options.verify != "off":
+            _check_module(engine, live, tag_dir, executor=request.options.host_io_engine)
         return f"{tag_dir}: has the weights of the module, and no optimizer files", None
     if RECORD_NAME in names:
         return None, None
@@ -203,7 +181,9 @@ def _why_only_deepspeed_reads(
         states = read_torch_file(model_path, foreign="inert")
         if isinstance(states.root, dict) and not _names_params(states.root):
             return f"{tag_dir}: client state has replaced the names of the parameters in its files", None
-        differ = _names_that_differ(engine, live, states.root, request) if isinstance(states.root, dict) else None
+        differ = None
+        if isinstance(states.root, dict) and request.options.on_mismatch == "error":
+            differ = _names_that_differ(engine, live, states.root, strict_module=request.strict_module)
         _, shard = live.sharing.open_files(states, optim_path, live.layout)
         if not request.weights_only:
             refuse_lost_state(shard)
@@ -217,35 +197,33 @@ def _why_only_deepspeed_reads(
         return None, None
 
 
-def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest) -> None:
+def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, *, executor: Executor) -> None:
     """Raise CheckpointError unless this rank's module states are those of the commit record, where there is one.
 
     The first of the ranks that read a file also compares its payload with the checksums.
     """
     record, path = read_record(tag_dir), tag_dir / own_names(engine, tag_dir)[0]
-    if record is None or request.options.verify == "off":
+    if record is None:
         return
     file = read_torch_file(path, foreign="inert")
     if file.directory != record.directories.get(path.name, file.directory):
         raise CheckpointError(contradictions.other_directory(path))
     if live.rank == 0:
-        check_archive(path, file.size, executor=request.options.host_io_engine)
+        check_archive(path, file.size, executor=executor)
 
 
-def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, request: LoadRequest) -> str | None:
+def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, *, strict_module: bool) -> str | None:
     """Return which other parameters a checkpoint names, although DeepSpeed, which goes by position, loads it.
 
     With ``load_module_strict=False`` the trained parameters may have other names, if their shapes are the run's in the
     same order. At stage 3 DeepSpeed saves no parameter that requires a gradient and that no optimizer group has.
     """
-    if request.options.on_mismatch != "error":
-        return None
     saved = [shapes_of([table]) for table in model["param_shapes"]]
     current = [shapes_of([table]) for table in engine._get_zero_param_shapes()]
     if [list(table.values()) for table in saved] != [list(table.values()) for table in current]:
         return None
     names, theirs = ([name for table in tables for name in table] for tables in (current, saved))
-    if not request.strict_module:
+    if not strict_module:
         other = next(((was, now) for was, now in zip(theirs, names, strict=True) if was != now), None)
         return None if other is None else f"names the parameter {other[0]} that the run names {other[1]}"
     if not live.per_param or names != theirs:
