@@ -155,16 +155,15 @@ class DigestKey(NamedTuple):
 
 def stream_of(layout: Layout, strip: int, key: str) -> DigestKey:
     """The stream of a strip of a layout, by number; without slices, the stream of a parameter."""
-    if layout.slices is None:
-        return DigestKey(layout.params[strip].name, key)
-    strips = layout.slices.strips
-    return DigestKey(layout.params[int(strips.param[strip])].name, key, int(strips.start[strip]))
+    param, start = layout.parts.strip(strip)
+    return DigestKey(layout.params[param].name, key, start)
 
 
 def streams_of(layout: Layout, sub_group: int, key: str) -> list[DigestKey]:
     """The streams of all parameters of a sub-group."""
-    of = np.arange(layout.num_params) if layout.slices is None else layout.slices.strips.param
-    return [stream_of(layout, strip, key) for strip in np.flatnonzero(layout.sub_group[of] == sub_group).tolist()]
+    parts, params = layout.parts, layout.params
+    strips = np.flatnonzero(layout.sub_group[parts.params_of_strips] == sub_group).tolist()
+    return [DigestKey(params[param].name, key, start) for param, start in map(parts.strip, strips)]
 
 
 @dataclass(frozen=True, slots=True)

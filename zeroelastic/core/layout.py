@@ -28,7 +28,7 @@ import numpy as np
 
 from zeroelastic.core import slices as whole_slices
 from zeroelastic.core.slices import Int64Array as Int64Array
-from zeroelastic.core.slices import RankSet, Slices, Strip, slices_of
+from zeroelastic.core.slices import RankSet, Slices, Strip, WholeTensors, slices_of
 
 
 @overload
@@ -87,31 +87,36 @@ class Layout:
         return len(self.sub_group_numel)
 
     @property
+    def parts(self) -> Slices | WholeTensors:
+        """Which part of which whole tensor each parameter is, and which ranks share it."""
+        return WholeTensors(self.params, self.world_size) if self.slices is None else self.slices
+
+    @property
     def tensors(self) -> tuple[Param, ...]:
         """The whole tensor that each parameter is, or is a slice of."""
-        return self.params if self.slices is None else self.slices.tensors
+        return self.parts.tensors
 
     @property
     def whole_tensors(self) -> tuple[Param, ...]:
         """Each whole tensor once."""
-        return self.params if self.slices is None else tuple({tensor.name: tensor for tensor in self.tensors}.values())
+        return self.parts.whole_tensors
 
     def part_number(self, rank: int) -> int | Int64Array:
         """Which part a rank has of every parameter, or of each; as many as there are parts where it has none."""
-        return rank if self.slices is None else self.slices.part_number(rank)
+        return self.parts.part_number(rank)
 
     @property
     def num_parts(self) -> Int64Array:
         """How many ranks share each parameter: shape ``(num_params,)``."""
-        return np.full(self.num_params, self.world_size) if self.slices is None else self.slices.num_parts
+        return self.parts.num_parts
 
     def rank_of(self, param: Int64Array, number: Int64Array) -> Int64Array:
         """The rank that has a part of a parameter, of each pair of these."""
-        return number if self.slices is None else self.slices.rank_of(param, number)
+        return self.parts.rank_of(param, number)
 
     def numbers_on(self, rank: int) -> Int64Array:
         """The numbers of the parameters that a rank shares, in the order of ``on_rank``."""
-        return np.arange(self.num_params) if self.slices is None else np.flatnonzero(self.slices.has(rank))
+        return np.flatnonzero(self.parts.has(rank))
 
     def owned(self, rank: int) -> tuple[Int64Array, Int64Array]:
         """Start and length of what ``rank`` really owns of each parameter, padding excluded.
@@ -121,7 +126,7 @@ class Layout:
         number = self.part_number(rank)
         start = np.clip(self.part * number - self.origin, 0, self.numel)
         owned = np.clip(self.part * (number + 1) - self.origin, 0, self.numel) - start
-        return start, owned if self.slices is None else np.where(self.slices.has(rank), owned, 0)
+        return start, self.parts.shared_numel(rank, owned)
 
     def buffer_offset(self, rank: int) -> Int64Array:
         """Where ``rank``'s buffers have the first element that it owns of each parameter: shape ``(num_params,)``."""
@@ -198,6 +203,11 @@ class Layout:
 
 _OF_PARAMS = ("numel", "sub_group", "origin", "part", "offset")
 """The arrays of a layout that run parallel to its parameters."""
+
+
+def are_whole(*layouts: Layout) -> bool:
+    """Whether every parameter of these layouts is a whole tensor, which all ranks share."""
+    return all(layout.slices is None for layout in layouts)
 
 
 def joined_layouts(layouts: Sequence[Layout]) -> Layout:

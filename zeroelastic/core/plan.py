@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.layout import Layout, partition_numel
+from zeroelastic.core.layout import Layout, are_whole, partition_numel
 from zeroelastic.core.slice_plan import CommonRows, common_rows, cut_by_source, held_rows, slices_of_layout
 from zeroelastic.core.slices import Int64Array, numbered
 
@@ -169,7 +169,7 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
 
     Raises ValueError for layouts that have not the same tensors.
     """
-    if src.slices is not None or dst.slices is not None:
+    if not are_whole(src, dst):
         return _slice_plan(src, dst, rank, common_rows(src, dst, rank))
     order = match_params(src, dst)
     param, src_rank = _rows(src, dst, rank, order)
@@ -271,7 +271,7 @@ def check_plan(plan: Plan) -> None:
     """
     dst, src = plan.dst, plan.src
     assert (plan.length > 0).all(), "a segment is empty"
-    if src.slices is not None or dst.slices is not None:
+    if not are_whole(src, dst):
         _check_slice_plan(plan)
         return
     start, owned = dst.owned(plan.rank)

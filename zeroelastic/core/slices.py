@@ -87,6 +87,24 @@ class Slices:
     num_parts: Int64Array
     strips: Strips
 
+    @property
+    def whole_tensors(self) -> tuple[Param, ...]:
+        """Each whole tensor once."""
+        return tuple({tensor.name: tensor for tensor in self.tensors}.values())
+
+    @property
+    def params_of_strips(self) -> Int64Array:
+        """The number of each strip's parameter."""
+        return self.strips.param
+
+    def strip(self, number: int) -> tuple[int, int]:
+        """The parameter of a strip, and where the strip begins in the whole tensor."""
+        return int(self.strips.param[number]), int(self.strips.start[number])
+
+    def shared_numel(self, rank: int, numel: Int64Array) -> Int64Array:
+        """These elements of each parameter; 0 where the rank is not among those that share it."""
+        return np.where(self.has(rank), numel, 0)
+
     def part_number(self, rank: int) -> Int64Array:
         """Which part of each parameter a rank has, ``num_parts`` where it has none: shape ``(num_params,)``."""
         number, rest = np.divmod(rank - self.first_rank, self.rank_step)
@@ -116,6 +134,41 @@ class Slices:
             self.num_parts[keep],
             replace(strips, param=number[strips.param]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """What ``Slices`` says of parameters, for those that are whole tensors, each of one strip, shared by all ranks."""
+
+    tensors: tuple[Param, ...]
+    world_size: int
+
+    @property
+    def whole_tensors(self) -> tuple[Param, ...]:
+        return self.tensors
+
+    @property
+    def num_parts(self) -> Int64Array:
+        return np.full(len(self.tensors), self.world_size)
+
+    @property
+    def params_of_strips(self) -> Int64Array:
+        return np.arange(len(self.tensors))
+
+    def strip(self, number: int) -> tuple[int, int]:
+        return number, 0
+
+    def shared_numel(self, rank: int, numel: Int64Array) -> Int64Array:
+        return numel
+
+    def part_number(self, rank: int) -> int:
+        return rank
+
+    def has(self, rank: int) -> npt.NDArray[np.bool_]:
+        return np.ones(len(self.tensors), dtype=np.bool_)
+
+    def rank_of(self, param: Int64Array, number: Int64Array) -> Int64Array:
+        return number
 
 
 def slices_of(tensors: Sequence[Param], ranks: Sequence[RankSet], strips: Sequence[Sequence[Strip]]) -> Slices:

@@ -50,8 +50,9 @@ class LastSave:
 
     def load(self, record: CommitRecord | None) -> None:
         """Record that a checkpoint was loaded, with its counters."""
-        self.save_id, self.begun = None if record is None else record.save_id, None
-        self.committed_at = 0.0 if record is None else record.committed_at or 0.0
+        self.begun, self.save_id, self.committed_at = None, None, 0.0
+        if record is not None:
+            self.save_id, self.committed_at = record.save_id, record.committed_at or 0.0
         self.unsaved_steps, self.unsaved_seconds = 0, 0.0
 
 

@@ -14,7 +14,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue, UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import identity_plan
-from zeroelastic.core.slices import first_copies, places_in_slices, strips_of_runs
+from zeroelastic.core.slices import Slices, first_copies, places_in_slices, strips_of_runs
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.distributed.collective import all_gather_mostly_equal, collective_device, current_group
 from zeroelastic.errors import DigestMismatchError, some
@@ -280,7 +280,7 @@ def reduce_digests(
         chosen = [key for of_frozen, key in keys if of_frozen == is_frozen]
         if not chosen or layout.slices is None:
             continue
-        numbers, copy_of = _strip_numbers(layout, live.rank), first_copies(layout.slices)
+        numbers, copy_of = _strip_numbers(layout.slices, live.rank), first_copies(layout.slices)
         column = {key: i for i, key in enumerate(chosen)}
         # of each strip and key: the digest, and the number of its dtype from 1 on, 0 where there is none
         table = np.zeros((2, len(layout.slices.strips), len(chosen)), dtype=np.uint64)
@@ -305,13 +305,11 @@ def reduce_digests(
     return found
 
 
-def _strip_numbers(layout: Layout, rank: int) -> dict[tuple[str, int], int]:
+def _strip_numbers(slices: Slices, rank: int) -> dict[tuple[str, int], int]:
     """Return the number of each strip that a rank has, by the name of its tensor and its place in that."""
-    slices = layout.slices
-    assert slices is not None
     own = np.flatnonzero(slices.has(rank)[slices.strips.param])
     places = zip(slices.strips.param[own].tolist(), slices.strips.start[own].tolist(), strict=True)
-    return {(layout.tensors[p].name, start): n for (p, start), n in zip(places, own.tolist(), strict=True)}
+    return {(slices.tensors[p].name, start): n for (p, start), n in zip(places, own.tolist(), strict=True)}
 
 
 def sum_over_ranks(partial: Sequence[int] | UInt64Array, group: dist.ProcessGroup | None = None) -> list[int]:

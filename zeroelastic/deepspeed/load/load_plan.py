@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader
 from zeroelastic.checkpoint.param_changes import ParamDiff, ParamSet, compare, other_names
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
+from zeroelastic.core.layout import Layout, Param, are_whole, in_own_buffers, unpacked_layout
 from zeroelastic.core.plan import Plan, check_plan, make_plan
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.compare import check_optimizer, check_params, refuse_lost_state, saved_params
@@ -233,7 +233,7 @@ def _weights_plan(checkpoint: Checkpoint, model: ModuleHeader, live: LiveOptimiz
     places, weights = model.weight_places, [live.weights(i) for i in set(dst.sub_group.tolist())]
     saved = {places[param.name][0] if param.name in places else "unknown" for param in params}
     current = {"none" if weight is None else str(weight.dtype).removeprefix("torch.") for weight in weights}
-    if src.slices is None and dst.slices is None and len(saved) <= 1 and saved == current:
+    if are_whole(src, dst) and len(saved) <= 1 and saved == current:
         return _planned(unpacked_layout(params, 1), dst, live.rank)
     if not own_weights:
         return None

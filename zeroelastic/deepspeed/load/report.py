@@ -6,6 +6,7 @@ import logging
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.topology import expert_sizes
+from zeroelastic.core.layout import are_whole
 from zeroelastic.deepspeed.client_state import not_restored
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
@@ -157,7 +158,7 @@ def topology_text(load_plan: LoadPlan) -> str | None:
     """Return the parallel sizes, then and now; None for a save and a run without slices."""
     live = load_plan.live
     sides = ((load_plan.layout, load_plan.checkpoint.topology), (live.whole, live.topology))
-    if all(layout.slices is None for layout, _ in sides):
+    if are_whole(load_plan.layout, live.whole):
         return None
     sizes = [
         (topology.data_size, topology.tensor_size, " and ".join(map(str, expert_sizes(layout, topology))) or "1")

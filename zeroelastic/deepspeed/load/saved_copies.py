@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import identity_plan
-from zeroelastic.core.slices import first_copies, strips_of_runs
+from zeroelastic.core.slices import Slices, first_copies, strips_of_runs
 from zeroelastic.deepspeed.live.digests import sum_over_ranks
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some
@@ -42,7 +42,7 @@ def check_tp_replicas(checkpoint: Checkpoint, *, keys: list[str]) -> None:
     differing: list[str] = []
     num_ranks, here = dist.get_world_size(), dist.get_rank()
     for layout, own, extents in parts:
-        if layout.slices is None:
+        if (slices := layout.slices) is None:
             continue
         files = checkpoint.model_files if own == [FROZEN] else checkpoint.optim_files
         ranks = [
@@ -50,12 +50,12 @@ def check_tp_replicas(checkpoint: Checkpoint, *, keys: list[str]) -> None:
             for rank in range(layout.world_size)
             if checkpoint.inventory.reads_for_all(files[rank].name, shared=rank % num_ranks == here)
         ]
-        sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
+        sums = all_or_raise(partial(_sums, layout, slices, own, extents, ranks))
         totals = np.array(sum_over_ranks(sums.ravel()), dtype=np.uint64)
         totals = totals.reshape(sums.shape)
-        first = first_copies(layout.slices)
+        first = first_copies(slices)
         wrong = np.argwhere(totals != totals[first])
-        tensors, param = layout.tensors, layout.slices.strips.param
+        tensors, param = layout.tensors, slices.strips.param
         differing += [f"{tensors[int(param[strip])].name}: {own[key]}" for strip, key in wrong.tolist()]
     if differing:
         raise UnsupportedError(
@@ -65,10 +65,8 @@ def check_tp_replicas(checkpoint: Checkpoint, *, keys: list[str]) -> None:
         )
 
 
-def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) -> UInt64Array:
+def _sums(layout: Layout, slices: Slices, keys: list[str], extents: _Extents, ranks: list[int]) -> UInt64Array:
     """Return the digests of copied strips as far as these saved ranks have them: shape ``(num_strips, num_keys)``."""
-    slices = layout.slices
-    assert slices is not None
     first = first_copies(slices)
     is_copied = np.bincount(first, minlength=len(first))[first] > 1
     sums = np.zeros((len(first), len(keys)), dtype=np.uint64)

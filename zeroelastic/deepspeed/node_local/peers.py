@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray, UInt64Array
-from zeroelastic.core.layout import Int64Array, Layout
+from zeroelastic.core.layout import Int64Array, Layout, are_whole
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.fill import FillJob, RowStreams
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -179,8 +179,12 @@ def sources_by_size(checkpoint: Checkpoint, live: LiveOptimizer, *layouts: Layou
 
     None where sizes of parameters alone do not say it.
     """
-    are_whole = live.layout.slices is None and checkpoint.topology.tensor_size == 1
-    if not are_whole or not live.per_param or checkpoint.whole_model:
+    if (
+        not are_whole(live.layout)
+        or checkpoint.topology.tensor_size != 1
+        or not live.per_param
+        or checkpoint.whole_model
+    ):
         return None
     numels = [numel for layout in layouts for numel in layout.numel.tolist()]
     saved, current = checkpoint.world_size, live.layout.world_size
