@@ -8,11 +8,7 @@ from typing import Any
 from training import Job
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
-
-
 IN_MEMORY = {"save_muon_momentum_buffer_in_memory": True}
-
-
 MUON = {"reduce_scatter": False}
 
 
@@ -54,47 +50,29 @@ def masters(kind: str, **block: bool) -> Job:
     return Job(precision=kind, zero=CPU, config={kind: flags})
 
 
+def autocast(dtype: str) -> Job:
+    return Job(precision="fp32", config={"torch_autocast": {"enabled": True, "dtype": dtype}})
+
+
 PRECISIONS = {
-    "bf16": (Job(), "bf16", ""),
-    "fp16_dynamic": (Job(precision="fp16"), "fp16, dynamic loss scale", ""),
-    "fp16_static": (Job(precision="fp16", config={"fp16": {"loss_scale": 128}}), "fp16, static loss scale", ""),
-    "fp32": (Job(precision="fp32"), "fp32", ""),
-    "bf16_autocast": (
-        Job(precision="fp32", config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
-        "torch autocast to bf16",
-        "",
-    ),
-    "fp16_autocast": (
-        Job(precision="fp32", config={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
-        "torch autocast to fp16",
-        "with its GradScaler, which DeepSpeed saves nowhere",
-    ),
-    "bf16_masters": (
-        replace(masters("bf16"), optimizer="cpu_adam"),
-        "`bf16_master_weights_and_grads`",
-        "",
-    ),
+    "bf16": (Job(), "bf16"),
+    "fp16_dynamic": (Job(precision="fp16"), "fp16, dynamic loss scale"),
+    "fp16_static": (Job(precision="fp16", config={"fp16": {"loss_scale": 128}}), "fp16, static loss scale"),
+    "fp32": (Job(precision="fp32"), "fp32"),
+    "bf16_autocast": (autocast("bfloat16"), "torch autocast to bf16"),
+    "fp16_autocast": (autocast("float16"), "torch autocast to fp16"),
+    "bf16_masters": (replace(masters("bf16"), optimizer="cpu_adam"), "`bf16_master_weights_and_grads`"),
     "bf16_states": (
-        replace(masters("bf16", bf16_optimizer_states=True), optimizer="cpu_adam_16"),
-        "`bf16_optimizer_states`",
-        "",
+        replace(masters("bf16", bf16_optimizer_states=True), optimizer="cpu_adam_16"), "`bf16_optimizer_states`"
     ),
     "bf16_states_on_the_accelerator": (
-        replace(masters("bf16", bf16_optimizer_states=True), zero={}),
-        "`bf16_optimizer_states`",
-        "",
+        replace(masters("bf16", bf16_optimizer_states=True), zero={}), "`bf16_optimizer_states`"
     ),
-    "fp16_masters": (
-        replace(masters("fp16"), optimizer="cpu_adam"),
-        "`fp16_master_weights_and_grads`",
-        "",
-    ),
+    "fp16_masters": (replace(masters("fp16"), optimizer="cpu_adam"), "`fp16_master_weights_and_grads`"),
     "fp32_accumulation": (
-        Job(config={"data_types": {"grad_accum_dtype": "fp32"}}, micro=2),
-        "`data_types.grad_accum_dtype`",
-        "",
+        Job(config={"data_types": {"grad_accum_dtype": "fp32"}}, micro=2), "`data_types.grad_accum_dtype`"
     ),
-}
+}  # fmt: skip
 
 
 BUCKETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

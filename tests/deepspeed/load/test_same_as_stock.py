@@ -28,7 +28,7 @@ STOCK = Job(elastic=False, installed=False)
 
 JOBS = {
     **{name: job for name, (job, _) in OPTIMIZERS.items()},
-    **{name: job for name, (job, _, _) in PRECISIONS.items()},
+    **{name: job for name, (job, _) in PRECISIONS.items()},
     **{name: Job(zero=one) for name, (one, _) in BUCKETS.items()},
     "hpz": Job(zero={"zero_hpz_partition_size": 2}),
     "one group": Job(groups=1, frozen=False),
