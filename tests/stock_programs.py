@@ -92,17 +92,7 @@ class NotHere(importlib.abc.MetaPathFinder):
 
 def main(directory: str, out: str, changes: dict[str, Any]) -> None:
     sys.meta_path.insert(0, NotHere())
-    import deepspeed
-    from training import (
-        Job,
-        build_model,
-        build_optimizer,
-        ds_config,
-        gathered,
-        stepped_params,
-        sub_group_steps,
-        train_step,
-    )
+    from training import Job, build_engine, gathered, stepped_params, sub_group_steps, train_step
 
     assert not any(name.startswith("zeroelastic") for name in sys.modules)
     try:
@@ -111,10 +101,7 @@ def main(directory: str, out: str, changes: dict[str, Any]) -> None:
     except ImportError:
         pass
     job = Job(installed=False, **changes)
-    model = build_model(job)
-    optimizer = build_optimizer(job, model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
+    engine = build_engine(job)
     path, client_state = engine.load_checkpoint(directory)
     assert path is not None
     if job.stage == 0:

@@ -185,9 +185,9 @@ def ds_config(job: Job) -> dict[str, Any]:
 def build_engine(job: Job, config: dict[str, Any] | None = None) -> Any:
     import deepspeed
 
-    import zeroelastic
-
     if job.installed:
+        import zeroelastic
+
         zeroelastic.install()
     if job.precision == "fp16":
         allow_fp16_on_cpu()
