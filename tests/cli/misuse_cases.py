@@ -64,7 +64,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{new}/dst", "-n", "-3"], "a world size of -3"),
         (["{ckpt}", "{empty}", "-n", "2", "--dry-run"], "refusing to overwrite"),
         (["{ckpt}", "{ckpt}", "-n", "2"], "{ckpt}"),
-        (["{ckpt}", "s3://bucket/x", "-n", "2"], "s3://bucket/x"),
+        (["{ckpt}", "s3://bucket/x", "-n", "2"], "s3://bucket/x: is a URL; targets are written to this machine"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--tp", "3"], "--tp"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--max-memory", "1KiB"], "--max-memory"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--max-memory", "much"], "much"),
@@ -87,7 +87,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
     ],
     "convert": [
         (["{ckpt}", "{empty}", "--to", "fsdp2"], "{empty}"),
-        (["{ckpt}", "{new}/dst"], "--to"),
+        (["{ckpt}", "{new}/dst"], "Give one of --to fsdp2"),
         (["{ckpt}", "{new}/dst", "--to", "other"], "other"),
         (["{ckpt}", "s3://bucket/x", "--to", "fsdp2"], "s3://bucket/x"),
         (["{ckpt}", "{new}/dst", "--to", "universal"], "ds_to_universal --input_folder"),
