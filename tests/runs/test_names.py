@@ -110,7 +110,7 @@ def test_what_is_saved_is_resumed_at_another_size_whatever_its_name(rank_pool: R
     (outcomes,) = rank_pool.run(resume_each, 1, str(tmp_path), len(found))
     for tag, (resumed, loaded) in zip(found, outcomes, strict=True):
         assert resumed == tag
-        compare_states(loaded, state)
+        assert compare_states(loaded, state) == [], tag
 
 
 @pytest.mark.parametrize("tag", REFUSED)
