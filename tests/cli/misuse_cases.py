@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+
+from places import ROOT
 
 SOURCES = (
     (["{new}"], "{new}"),
@@ -174,6 +177,20 @@ _LISTED = re.compile(
     r"goes with|needs --|without --force|has two slashes|--dry-run shows|Missing (?:option|argument)|"
     r"zeroelastic convert --from"
 )
+
+
+def errors_made(kinds: Collection[str]) -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the package that makes an error of these classes, and its place."""
+    for path in sorted((ROOT / "zeroelastic").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args:
+                yield f"{path.name}:{node.lineno}", node
+
+
+def literal_text(node: ast.AST) -> str:
+    """The text of an expression that is in the code."""
+    constants = [n for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return "".join(str(n.value) for n in sorted(constants, key=lambda n: (n.lineno, n.col_offset)))
 
 
 def says_what_to_do(message: str) -> bool:

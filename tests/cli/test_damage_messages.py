@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from misuse_cases import says_what_to_do
+from misuse_cases import errors_made, literal_text, says_what_to_do
 from places import ROOT
 from programs import run_command
 from sample import write_sample
@@ -151,28 +151,17 @@ def test_every_class_of_damage_has_a_remedy(kind: type[ZeroElasticError]) -> Non
     assert f"\n| `{kind.__name__}` (" in page
 
 
-def literal_text(node: ast.AST) -> str:
-    """The text of an expression that is in the code; a name of a constant stands for its text."""
-    constants = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
-    values = [n.value for n in sorted(constants, key=lambda n: (n.lineno, n.col_offset))]
-    text = "".join(value for value in values if isinstance(value, str))
-    return text or {"_COPY": remote._COPY, "_COPY_ONE": runs._COPY_ONE}.get(ast.unparse(node), "")
-
-
 def test_every_error_without_the_remedy_of_its_class_says_what_to_do() -> None:
-    """Each ``raise`` in the package of a class without a remedy, or with one of its own."""
-    known = {kind.__name__ for kind in FAMILY}
+    """Each error in the package of a class without a remedy, or with one of its own."""
+    constants = {"_COPY": remote._COPY, "_COPY_ONE": runs._COPY_ONE}
     count, silent = 0, []
-    for path in sorted((ROOT / "zeroelastic").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Call(func=ast.Name(id=kind), args=[message, *_], keywords=keywords) if kind in known:
-                    own = [word.value for word in keywords if word.arg == "remedy"]
-                    if own or kind in SAID_IN_EACH_MESSAGE:
-                        count += 1
-                        texts = [literal_text(part) for part in (message, *own)]
-                        if not any(map(says_what_to_do, texts)):
-                            silent.append(f"{path.name}:{node.lineno}: {texts}")
+    for place, error in errors_made({kind.__name__ for kind in FAMILY}):
+        own = [word.value for word in error.keywords if word.arg == "remedy"]
+        if own or ast.unparse(error.func) in SAID_IN_EACH_MESSAGE:
+            count += 1
+            texts = [constants.get(ast.unparse(part)) or literal_text(part) for part in (error.args[0], *own)]
+            if not any(map(says_what_to_do, texts)):
+                silent.append(f"{place}: {texts}")
     assert not silent, "\n".join(silent)
     assert count > 20
 

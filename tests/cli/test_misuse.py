@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from misuse_cases import OTHERS, Misuse, cases, says_what_to_do
+from misuse_cases import OTHERS, Misuse, cases, errors_made, literal_text, says_what_to_do
 from places import ROOT
 from programs import no_result, run_command, wait_for
 from sample import write_sample
@@ -138,32 +138,22 @@ def test_an_error_of_a_function_does_so_too(name: str, places: dict[str, Path]) 
 WORDS = {"UsageError", "ConfigError", "StrictError", "UnknownTensorError", "MissingPackageError"}
 BY_OTHERS = {
     "not_a_directory", "_unfinished", "_what_is_there", "_choose", "_EXISTS", "_working_sizes", "error", "info",
-    "there", "place", "message", "instead",
+    "there", "place", "message", "instead", "hint",
 }  # fmt: skip
 """Functions and variables that make the end of a message, of which the matrix above has a case each."""
 
 
 def test_every_message_of_misuse_in_the_package_says_what_to_do() -> None:
-    """The literal text of each ``raise``, also of those that no case above reaches."""
-    silent: list[str] = []
-    count = 0
-    for path in sorted((ROOT / "zeroelastic").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Raise(exc=ast.Call(func=ast.Name(id=kind), args=[message, *_])) if kind in WORDS:
-                    count += 1
-                    text = "".join(
-                        part.value
-                        for part in sorted(
-                            (n for n in ast.walk(message) if isinstance(n, ast.Constant) and isinstance(n.value, str)),
-                            key=lambda n: (n.lineno, n.col_offset),
-                        )
-                    )
-                    by_others = {n.id for n in ast.walk(message) if isinstance(n, ast.Name)} & BY_OTHERS
-                    if not says_what_to_do(text) and not by_others:
-                        silent.append(f"{path.name}:{node.lineno}: {ast.unparse(message)}")
+    """The literal text of each error, also of those that no case above reaches."""
+    found = [(place, error.args[0]) for place, error in errors_made(WORDS)]
+    silent = [
+        f"{place}: {ast.unparse(message)}"
+        for place, message in found
+        if not says_what_to_do(literal_text(message))
+        and BY_OTHERS.isdisjoint(n.id for n in ast.walk(message) if isinstance(n, ast.Name))
+    ]
     assert not silent, "\n".join(silent)
-    assert count > 100
+    assert len(found) > 100
 
 
 def test_the_judge_of_messages_can_say_no() -> None:

@@ -7,8 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,80 +17,38 @@ from places import ROOT
 
 pytest.importorskip("zensical", reason="the generator of the site needs Python 3.11")
 
-EMPTY = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "wbr"}
 
+class Page(HTMLParser):
+    """A page of the built site: its elements with their attributes, and its title."""
 
-@dataclass
-class Page:
-    """What the checks need to know of one page."""
-
-    path: Path
-    language: str = ""
-    title: str = ""
-    description: str = ""
-    headings: list[tuple[int, str]] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-    links: list[str] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    """Scripts, styles and pictures that a browser fetches by itself."""
-    pictures_without_text: list[str] = field(default_factory=list)
-    drawings: list[dict[str, str]] = field(default_factory=list)
-    classes: set[str] = field(default_factory=set)
-
-
-class _Reader(HTMLParser):
-    def __init__(self, page: Page) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.page = page
-        self.open: list[tuple[str, dict[str, str]]] = []
+        self.path, self.title, self._in_title = path, "", False
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.feed(path.read_text())
+        self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attributes}
-        page = self.page
-        if tag not in EMPTY:
-            self.open.append((tag, found))
-        if "id" in found:
-            page.ids.append(found["id"])
-        page.classes |= set(found.get("class", "").split())
-        if tag == "html":
-            page.language = found.get("lang", "")
-        elif tag == "a" and found.get("href"):
-            page.links.append(found["href"])
-        elif tag == "link" and found.get("rel") not in ("canonical", "next", "prev"):
-            page.loaded.append(found.get("href", ""))
-        elif tag in ("script", "iframe", "source") and found.get("src"):
-            page.loaded.append(found["src"])
-        elif tag == "img":
-            page.loaded.append(found.get("src", ""))
-            if not found.get("alt", "").strip():
-                page.pictures_without_text.append(found.get("src", ""))
-        elif tag == "meta" and found.get("name") == "description":
-            page.description = found.get("content", "")
-        elif tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
-            page.headings.append((int(tag[1]), ""))
-        elif tag == "svg" and "zd" in found.get("class", "").split():
-            page.drawings.append(found)
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+        self._in_title = tag == "title" and not self.title  # drawings have titles, too
 
     def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open.pop()[0] != tag:
-            pass
+        self._in_title = False
 
     def handle_data(self, data: str) -> None:
-        tags = [tag for tag, _ in self.open]
-        if tags[-1:] == ["title"] and "svg" not in tags:
-            self.page.title += data
-        if self.page.headings and any(tag[0] == "h" and tag[1:].isdigit() for tag in tags):
-            level, text = self.page.headings[-1]
-            self.page.headings[-1] = (level, text + data)
+        if self._in_title:
+            self.title += data
 
+    def all(self, attribute: str, *tags: str) -> list[str]:
+        """The values of an attribute, of every element or of those with these tags."""
+        return [found[attribute] for tag, found in self.elements if attribute in found and (not tags or tag in tags)]
 
-def read_page(path: Path) -> Page:
-    """One page of the built site."""
-    page = Page(path)
-    reader = _Reader(page)
-    reader.feed(path.read_text())
-    reader.close()
-    return page
+    @property
+    def loaded(self) -> list[str]:
+        """Scripts, styles and pictures that a browser fetches by itself."""
+        links = [found for tag, found in self.elements if tag == "link"]
+        styles = [found.get("href", "") for found in links if found.get("rel") not in ("canonical", "next", "prev")]
+        return [*styles, *self.all("src", "script", "iframe", "source", "img")]
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +78,7 @@ def build(copy: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="session")
 def pages(site: Path) -> dict[str, Page]:
     """Every page by its path from the root of the site, those of the repository's files included."""
-    found = {str(path.relative_to(site)): read_page(path) for path in sorted(site.rglob("*.html"))}
+    found = {str(path.relative_to(site)): Page(path) for path in sorted(site.rglob("*.html"))}
     assert len(found) > 100
     return found
 
@@ -134,10 +92,11 @@ def test_every_page_of_the_docs_is_on_the_site_and_in_its_navigation(pages: dict
 
 def test_every_link_leads_to_a_file_and_to_a_place_in_it(pages: dict[str, Page], site: Path) -> None:
     broken, inside = [], 0
+    ids = {name: {*page.all("id")} for name, page in pages.items()}
     for name, page in pages.items():
         if name == "404.html":  # its links are those of a server's root
             continue
-        for link in {*page.links, *page.loaded}:
+        for link in {*page.all("href", "a"), *page.loaded}:
             if re.match(r"[a-z]+:", link) or not link:
                 continue
             path, _, anchor = link.partition("#")
@@ -145,7 +104,7 @@ def test_every_link_leads_to_a_file_and_to_a_place_in_it(pages: dict[str, Page],
             inside += 1
             if not target.is_file() or not target.is_relative_to(site):
                 broken.append(f"{name}: {link}")
-            elif anchor and anchor not in pages[str(target.relative_to(site))].ids:
+            elif anchor and anchor not in ids[str(target.relative_to(site))]:
                 broken.append(f"{name}: {link} (no such place)")
     assert not broken, broken[:20]
     assert inside > 5000
@@ -154,7 +113,8 @@ def test_every_link_leads_to_a_file_and_to_a_place_in_it(pages: dict[str, Page],
 def test_nothing_is_loaded_from_other_servers(pages: dict[str, Page], site: Path) -> None:
     for name, page in pages.items():
         assert not [link for link in page.loaded if re.match(r"(https?:)?//", link)], name
-        assert "mermaid" not in page.classes, f"{name}: the script that draws these is fetched from another server"
+        classes = " ".join(page.all("class")).split()
+        assert "mermaid" not in classes, f"{name}: the script that draws these is fetched from another server"
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.findall(r"url\(['\"]?(?:https?:)?//[^)]*\)|@import", styles)
 
@@ -164,24 +124,27 @@ def test_every_page_has_a_title_a_description_and_headings_in_order(pages: dict[
     for name, page in pages.items():
         if name == "404.html":
             continue
-        assert page.language == "en", name
+        assert page.all("lang", "html") == ["en"], name
         assert page.title.strip(), name
         assert titles.setdefault(page.title, name) == name, f"{name} and {titles[page.title]} have one title"
-        assert 20 <= len(page.description) <= 210, f"{name}: {page.description!r}"
-        levels = [level for level, _ in page.headings]
-        assert levels.count(1) == 1 and levels[0] == 1, f"{name}: {page.headings[:3]}"
-        jumps = [(a, b) for a, b in zip(page.headings, page.headings[1:], strict=False) if b[0] > a[0] + 1]
-        assert not jumps, f"{name}: {jumps}"
-        assert len(page.ids) == len(set(page.ids)), f"{name}: {[i for i in page.ids if page.ids.count(i) > 1][:5]}"
+        descriptions = [found["content"] for tag, found in page.elements if found.get("name") == "description"]
+        assert [20 <= len(text) <= 210 for text in descriptions] == [True], f"{name}: {descriptions}"
+        levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+        assert levels.count(1) == 1 and levels[0] == 1, f"{name}: {levels}"
+        assert all(after <= before + 1 for before, after in pairwise(levels)), f"{name}: {levels}"
+        ids = page.all("id")
+        assert len(ids) == len(set(ids)), f"{name}: {[i for i in ids if ids.count(i) > 1][:5]}"
 
 
 def test_every_picture_has_a_text(pages: dict[str, Page]) -> None:
     drawn = 0
     for name, page in pages.items():
-        assert not page.pictures_without_text, name
-        for drawing in page.drawings:
+        assert all(found.get("alt", "").strip() for tag, found in page.elements if tag == "img"), name
+        for tag, drawing in page.elements:
+            if tag != "svg" or "zd" not in drawing.get("class", "").split():
+                continue
             named = drawing.get("aria-labelledby", "").split()
-            assert drawing.get("role") == "img" and named and set(named) <= set(page.ids), name
+            assert drawing.get("role") == "img" and named and set(named) <= set(page.all("id")), name
             drawn += 1
     assert drawn >= 7
 
