@@ -160,7 +160,7 @@ def gadgets(marker: Path) -> dict[str, bytes]:
         "functools.partial": called("functools", "partial", "x"),
         "state of a partial": named("functools", "partial") + system + b"\x85R" + b"(" + system + text(touch)
         + b"\x85}Nt" + b"b.",
-        "a rebuild that calls": named("torch._tensor", "_rebuild_from_type_v2") + system + b"N" + text(touch)
+        "a rebuild that calls": named("torch._tensor", "_rebuild_from_type_v2") + b"(" + system + b"N" + text(touch)
         + b"\x85Nt" + b"R.",
         "own internals": called("zeroelastic.torch_file.header", "read_torch_file", str(marker)),
         "a scaler's neighbour": called("deepspeed.runtime.fp16.loss_scaler", "to_python_float", "x"),
