@@ -162,7 +162,7 @@ def first_failure(copy: Path, tests: Sequence[str], marks: str, jobs: int) -> st
         return f"no end within {SECONDS} s: {' '.join(tests)}"
     if done.returncode in (0, 5):  # 5: there are no such tests
         return ""
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+    found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, flags=re.MULTILINE)
     return found[0] if found else f"pytest ended with {done.returncode}: {done.stdout.strip()[-200:]}"
 
 
