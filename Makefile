@@ -47,6 +47,7 @@ help:
 	@echo "make demo-elastic-netns  one of whose hosts is cut off; needs root; results in demo-elastic-netns/"
 	@echo "make demo-elastic-fixed  of a fixed size, which waits; its results go to demo-elastic-fixed/"
 	@echo "make test      the tests, in minutes (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
+	@echo "               SINCE=main adds all tests of what has changed since that commit"
 	@echo "make test-all  all tests: also more pairs of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
 	@echo "make sweep     more cases of what make test-all shows: topologies, Universal Checkpoint, crashes"
 	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
@@ -210,9 +211,11 @@ demo-elastic-fixed: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 # Tests of a file stay together, in order, until a worker runs out of work and takes over the last half of another's.
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-# Every promise once; what is marked `extended` (tests/extended.py) runs in test-all.
+# Every promise once; what is marked `extended` (tests/extended.py) runs in test-all. With SINCE=COMMIT, also the extended
+# tests of what has changed since.
 test: warm
-	$(PYTEST) -m "not extended" --few-examples $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not sweep and (not extended or touched)" $(if $(SINCE),--touched-since=$(SINCE)) --few-examples \
+	    $(PYTEST_ARGS) tests
 
 test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
 	$(PYTEST) -m "not sweep" $(PYTEST_ARGS) tests

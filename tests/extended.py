@@ -6,23 +6,32 @@ DeepSpeed or is marked ``starts_processes``, and most of tests/project. `make te
 first to show a row of docs/support.md, those marked ``quick``, and one case of each module of which nothing else would
 run.
 
-Nothing is skipped: `make test` deselects the marker (``-m "not extended"``). `make test-all` runs all but what is
-marked ``sweep``: more cases of what others show already, which `make sweep` runs. A plain `pytest` runs everything.
+Nothing is skipped: `make test` deselects the marker (``-m "not extended"``). `make test SINCE=COMMIT` also runs all
+tests of what has changed since a commit: test files, those that use a helper, and those named like a module of the
+package or like its folder. `make test-all` runs all but what is marked ``sweep``: more cases of what others show
+already, which `make sweep` runs. A plain `pytest` runs everything.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+from places import ROOT
 
 RANKS = {"rank_pool", "topology_pool", "frameworks_pool", "pool"}
 """The fixtures by which a test says that it starts ranks."""
 
 QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
 """Modules of tests/project that `make test` runs: links, imports and the table of support."""
+
+NIGHTLY = {"test_trl.py", "test_versions.py", "test_wheel.py"}
+"""Modules that need other DeepSpeeds, front ends or wheels, which `make test-all` makes first."""
 
 
 def with_swept(cases: Iterable[Any], swept: Collection[Any]) -> list[ParameterSet]:
@@ -38,17 +47,45 @@ def with_swept(cases: Iterable[Any], swept: Collection[Any]) -> list[ParameterSe
     ]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--touched-since", metavar="COMMIT", help="mark the tests of what has changed since: touched")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "extended: only `make test-all` runs this test, not `make test`")
+    config.addinivalue_line("markers", "touched: the test is of what has changed since the commit of --touched-since")
     config.addinivalue_line("markers", "sweep: only `make sweep` runs this case, of which there are others like it")
     config.addinivalue_line("markers", "starts_processes: a test of processes, of which `make test` runs a part")
     config.addinivalue_line("markers", "quick: `make test` runs this test, although it starts ranks or processes")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in [*repeated_cases(items), *filter(is_swept, items)]:
         item.add_marker(pytest.mark.extended)
+    if commit := config.getoption("touched_since"):
+        names = subprocess.run(
+            ["git", "diff", "--name-only", commit], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        touched = touched_by(ROOT, names)
+        for item in items:
+            if item.path in touched:
+                item.add_marker(pytest.mark.touched)
+
+
+def touched_by(root: Path, changed: Iterable[str]) -> set[Path]:
+    """The test files of changed files; ``changed`` are paths from the root."""
+    tests = {path: path.read_text() for path in root.glob("tests/**/test_*.py") if path.name not in NIGHTLY}
+    found: set[Path] = set()
+    for path in map(Path, changed):
+        if path.suffix == ".py" and path.parts[0] == "tests":
+            uses = re.compile(rf"^(?:from|import) {path.stem}\b", flags=re.MULTILINE)
+            found |= {test for test, text in tests.items() if test == root / path or uses.search(text)}
+        elif path.suffix == ".py" and path.parts[0] == "zeroelastic":
+            packages = [root / "tests" / Path(*path.parts[1:depth]) for depth in range(2, len(path.parts))]
+            near = next((folder for folder in reversed(packages) if folder.is_dir()), None)
+            found |= {test for test in tests if near in test.parents or test.stem.startswith(f"test_{path.stem}")}
+    return found
 
 
 def repeated_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:

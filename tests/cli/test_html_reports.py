@@ -202,7 +202,7 @@ def test_nothing_but_the_style_of_the_page_itself_is_allowed() -> None:
 def test_a_browser_applies_the_style_and_runs_nothing(tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("there is no Chromium, which .ci/run installs")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("there is no Chromium")
     done = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
          f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", hostile_page("inspect", tmp_path).as_uri()],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from extended import is_extended, repeated_cases, rows_of
+from extended import is_extended, repeated_cases, rows_of, touched_by
 from places import OLDER_DEEPSPEEDS, ROOT
 from support_table import COLLECTED
 
@@ -104,7 +105,26 @@ def test_every_row_of_the_support_table_is_shown_by_make_test(request: pytest.Fi
     assert missing == ROWS_OF_TEST_ALL
 
 
-def test_ci_runs_all_tests_once() -> None:
+def test_ci_runs_what_a_change_needs_once() -> None:
     text = (ROOT / ".ci" / "run").read_text()
-    assert len(re.findall(r"^make .*\btest-all\b", text, flags=re.MULTILINE)) == 1
-    assert not re.search(r"\bmake test\b(?!-)", text)
+    assert re.findall(r"^make .*\btest\b.*SINCE=\S+", text, flags=re.MULTILINE) == ['make test SINCE="$since"']
+    assert "test_versions.py" in text and "csrc" in text and " lint " in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ("tests/core/test_plan.py", {"core/test_plan.py"}),
+        ("tests/stores.py", {"io/test_s3.py"}),
+        ("zeroelastic/core/plan.py", {"core/test_plan.py", "verbs/test_plan_verb.py"}),
+        ("zeroelastic/io/deep/retries.py", {"io/test_s3.py"}),
+        ("zeroelastic/byte_sizes.py", set()),
+        ("docs/index.md", set()),
+    ],
+)
+def test_what_has_changed_leads_to_its_tests(tmp_path: Path, changed: str, found: set[str]) -> None:
+    files = {"core/test_plan.py": "", "verbs/test_plan_verb.py": "", "io/test_s3.py": "from stores import serve_s3\n"}
+    for name, text in files.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    assert touched_by(tmp_path, [changed]) == {tmp_path / "tests" / name for name in found}
