@@ -86,7 +86,6 @@ class _Checker(TagHeaders):
             self.checkpoint.inventory = Inventory(self.sizes, self.sizes, read_record(self.tag_dir))
         for error in self.listing.duplicates.values():
             self.add("", error)
-        record = self.record
         files = self.listing.by_rank(self.saved.tensor_size)
         try:
             require_files(self.tag_dir, files)
@@ -104,7 +103,7 @@ class _Checker(TagHeaders):
             self.checkpoint.tp = TensorParallel(size=files.tensor_size)
             self._check_names(other_tp_size(self.tag_dir, files.tensor_size, None))
             return
-        if record is None:
+        if not self.saved.is_recorded:
             self._open_models(None)
             if self._is_opaque:
                 self._check_names(None)
@@ -116,9 +115,9 @@ class _Checker(TagHeaders):
         for paths in (self.optim_files, self.model_files):
             for rank in [rank for rank in paths if rank >= self.world_size]:
                 del paths[rank]
-        if record is not None and self._headers != "none":
-            self._open_models(record.world_size)
-        if record is None or self._headers != "none":
+        if self.saved.is_recorded and self._headers != "none":
+            self._open_models(self.saved.data_size)
+        if not self.saved.is_recorded or self._headers != "none":
             self._choose_models()
             self._open_shards()
             self._choose_shards()
@@ -338,15 +337,15 @@ class _Checker(TagHeaders):
     def _choose_shards(self) -> None:
         """Keep the optimizer files that agree with the record, or without a record with the majority."""
         facts = {rank: shard_facts(shard) for rank, shard in self.shards.items()}
-        if self.record is None and self.shards:
+        if self.shards and not self.saved.is_recorded:
             head = next(iter(self.shards.values()))
             if (by_rank := values_by_rank(self.shards.values(), head)) is not None:
                 self.unsupported.append(f"{self.tag_dir}: {by_rank}")
                 facts = {rank: {key: fact[key] for key in fact.keys() - VALUE_FACTS} for rank, fact in facts.items()}
         fitting = facts
-        if self.record is not None and len({tuple(fact.values()) for fact in facts.values()}) > 1:
-            trained = self.record.params.trained
-            want = {one.param.name: one for one in self.record.contents() if one.param.name in trained}
+        if self.saved.is_recorded and len({tuple(fact.values()) for fact in facts.values()}) > 1:
+            trained = self.saved.trained
+            want = {one.param.name: one for one in self.saved.contents() if one.param.name in trained}
             fits: dict[tuple[str, ...], bool] = {}
             for rank, shard in self.shards.items():
                 said = tuple(facts[rank].values())
@@ -402,13 +401,13 @@ class _Checker(TagHeaders):
 
     def _compare_with_record(self) -> None:
         """Compare the headers with everything in the record except digests."""
-        record = self.record
-        if record is None or not self.parts:
+        saved = self.saved
+        if not saved.is_recorded or not self.parts:
             return
         found = contents_of(self.parts)
         have = {content.param.name for content in found}
-        want = {content.param.name: content for content in record.contents()}
-        excluded = {content.param.name for content in record.excluded()}
+        want = {content.param.name: content for content in saved.contents()}
+        excluded = {content.param.name for content in saved.excluded()}
         want = {name: content for name, content in want.items() if name not in excluded}
         if not self.shards or not self.models:  # compare only what could be read
             want = {name: content for name, content in want.items() if name in have}
@@ -419,14 +418,14 @@ class _Checker(TagHeaders):
             self.add(path.name, sentence, param=name)
         if head is None:
             return
-        recorded, trained = record.params.trained, {param.name for param in self.parts[0].params}
+        recorded, trained = saved.trained, {param.name for param in self.parts[0].params}
         for name in want:
             if name in have and (name in recorded) != (name in trained):
                 said = "trained" if name in recorded else "frozen"
                 self.add(path.name, f"{name} is {said} by the commit record and not by the files.", param=name)
         for what, ours, theirs in (
-            ("format", head.format, record.checkpoint_format),
-            ("global batch", head.train_batch_size or record.train_batch_size, record.train_batch_size),
+            ("format", head.format, saved.format),
+            ("global batch", head.train_batch_size or saved.train_batch_size, saved.train_batch_size),
         ):
             if ours != theirs:
                 self.add(path.name, f"{path}: the {what} is {ours}; the commit record says {theirs}. {MIXED}")

@@ -119,14 +119,12 @@ def other_step(model: ModuleHeader, saved: Inventory) -> str | None:
 
     The zip directory that the record states for the file proves that: client state may have set the step.
     """
-    record = saved.record
-    if record is None or model.global_steps == record.global_steps:
+    if saved.global_steps in (None, model.global_steps):
         return None
     if saved.recorded_directories.get(model.path.name) == model.directory:
         return None
     return (
-        f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
-        f"{MIXED}"
+        f"{model.path}: was saved at step {model.global_steps}, the commit record at step {saved.global_steps}. {MIXED}"
     )
 
 

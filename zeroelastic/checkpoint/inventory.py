@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from zeroelastic.checkpoint.commit_record import OVERWRITTEN, RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import OVERWRITTEN, RECORD_NAME, CheckpointFormat, CommitRecord, read_record
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TagListing, parse_rank_file, rank_files
 from zeroelastic.core.digest import ParamContent
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, counted, rank_list, some
@@ -64,6 +64,26 @@ class Inventory:
     def recorded_directories(self) -> Mapping[str, str]:
         """The digest of each file's zip directory by the commit record; empty without one."""
         return self._by_record(lambda record: record.directories, {})
+
+    @property
+    def format(self) -> CheckpointFormat | None:
+        """The format of the save that the record states; None without one."""
+        return self._by_record(lambda record: record.checkpoint_format, None)
+
+    @property
+    def global_steps(self) -> int | None:
+        """The step that the record states; None without one."""
+        return self._by_record(lambda record: record.global_steps, None)
+
+    @property
+    def train_batch_size(self) -> int | None:
+        """The global batch that the record states; None without one."""
+        return self._by_record(lambda record: record.train_batch_size, None)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of the trained parameters in the record; none without one."""
+        return self._by_record(lambda record: record.params.trained, frozenset())
 
     @property
     def save_id(self) -> str | None:

@@ -213,11 +213,11 @@ class Checkpoint:
     @property
     def format(self) -> CheckpointFormat:
         """The format of the save, by the record or an optimizer file."""
-        return self.shard(self._near(0)).format if self.record is None else self.record.checkpoint_format
+        return self.inventory.format or self.shard(self._near(0)).format
 
     def train_batch_size(self, head: OptimizerHeader) -> int | None:
         """The global batch of the save, from its record, an optimizer file or the configuration in it."""
-        stated = head.train_batch_size if self.record is None else self.record.train_batch_size
+        stated = self.inventory.train_batch_size if self.inventory.is_recorded else head.train_batch_size
         return configured_batch(head.ds_config, self.topology.data_size) if stated is None else stated
 
     def require_committed(self, shard: OptimizerHeader) -> None:
@@ -227,7 +227,7 @@ class Checkpoint:
 
     def _rigid_params(self, rank: int) -> Sequence[Sequence[Param]] | None:
         """The parameters by flat buffer, which stock optimizer files do not name; None where no header is needed."""
-        if not self.models and (self.whole_model or (self.record and self.record.checkpoint_format == "rigid")):
+        if not self.models and (self.whole_model or self.inventory.format == "rigid"):
             self.model_states(rank)
         if not self.models:
             return None

@@ -258,9 +258,7 @@ class TagHeaders:
     @property
     def format(self) -> CheckpointFormat | None:
         """The format of the save; None where no file could be read that states it."""
-        if self.record is not None:
-            return self.record.checkpoint_format
-        return next((shard.format for shard in self.shards.values()), None)
+        return self.saved.format or next((shard.format for shard in self.shards.values()), None)
 
     @cached_property
     def seeds(self) -> UInt64Array:

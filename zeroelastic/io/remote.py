@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from zeroelastic.errors import (
     CheckpointError,
@@ -224,7 +224,11 @@ def _may_refuse_range(error: BaseException) -> bool:
     return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno == errno.EINVAL)
 
 
-def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
+RemoteRange: TypeAlias = tuple[RemotePath, int, int]
+"""A file, the first byte of a range of it, and how many bytes."""
+
+
+def read_ranges(ranges: Sequence[RemoteRange]) -> list[bytes]:
     """The bytes of many (file, offset, nbytes) of remote files, requested at the same time; each has its full length.
 
     Memory: the answers. The file system limits the requests under way at a time; where it does not, there are 8.
@@ -250,7 +254,7 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     return checked
 
 
-def _ask(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes | BaseException]:
+def _ask(ranges: Sequence[RemoteRange]) -> list[bytes | BaseException]:
     """The answer to each range, or its error."""
     answers: list[bytes | BaseException] = [b""] * len(ranges)
     systems: dict[tuple[str, tuple[tuple[str, Any], ...]], list[int]] = {}
@@ -273,7 +277,7 @@ def _ask(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes | BaseExce
     return answers
 
 
-def _may_pass(wanted: tuple[RemotePath, int, int], answer: bytes | BaseException) -> bool:
+def _may_pass(wanted: RemoteRange, answer: bytes | BaseException) -> bool:
     """Whether the answer to a range is a failure that may pass: also fewer bytes than the file has there."""
     path, offset, nbytes = wanted
     if isinstance(answer, BaseException):

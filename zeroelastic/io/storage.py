@@ -16,7 +16,7 @@ from pathlib import Path
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError, missing_file
 from zeroelastic.io.local import DiskPath, open_regular, read_fully
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.remote import RemotePath, read_ranges
+from zeroelastic.io.remote import RemotePath, RemoteRange, read_ranges
 from zeroelastic.io.retries import reason
 
 
@@ -230,7 +230,7 @@ class BlockFile(Blocks):
                 runs[-1] = range(runs[-1].start, number + 1)
             else:
                 runs.append(range(number, number + 1))
-        wanted: list[tuple[RemotePath, int, int]] = []
+        wanted: list[RemoteRange] = []
         for run in runs:
             begin = run.start * self.BLOCK
             wanted.append((self.path, begin, min(run.stop * self.BLOCK, self.size) - begin))

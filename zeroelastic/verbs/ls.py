@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.inventory import is_stage_0
+from zeroelastic.checkpoint.inventory import Inventory, is_stage_0
 from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
@@ -87,17 +87,17 @@ def _describe(tag: Tag, latest: str | None) -> TagInfo:
     try:
         listing = list_tag(tag.tag_dir)
         nbytes = sum(listing.sizes.values())
-        record = read_record(listing.directory)
-        world_size = listing.num_ranks if record is None else record.world_size
+        saved = Inventory(listing.sizes, listing.sizes, read_record(listing.directory))
+        world_size = saved.data_size or listing.num_ranks
         stage = None if listing.is_universal else _stage(listing)
         if listing.is_universal:
             status = "universal"
         elif tag.unfinished is not None or (listing.files.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
-        elif record is None and stage == 3 and "base_optimizer_state" in _optimizer_state(listing):
+        elif not saved.is_recorded and stage == 3 and "base_optimizer_state" in _optimizer_state(listing):
             status, why = "incomplete", f"{RECORD_NAME} is missing, which an elastic save writes last."
         else:
-            status = "no record" if record is None else "committed"
+            status = "committed" if saved.is_recorded else "no record"
     except (CheckpointError, UnsupportedError, UnreadableError) as error:
         status, why = "unreadable", str(error)
     return TagInfo(

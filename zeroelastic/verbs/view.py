@@ -193,9 +193,9 @@ class CheckpointView(Mapping[str, TensorHandle]):
     @cached_property
     def step(self) -> int:
         """``global_steps`` of the engine that saved it."""
-        record = self._checkpoint.record
-        if record is not None:
-            return record.global_steps
+        steps = self._checkpoint.inventory.global_steps
+        if steps is not None:
+            return steps
         with self._reading():
             return self._checkpoint.model_states(0).global_steps
 

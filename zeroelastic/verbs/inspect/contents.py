@@ -153,7 +153,7 @@ def state_keys(params: Iterable[InspectedParam]) -> dict[str, StateKey]:
 
 def _saved_params(checked: TagHeaders) -> Iterator[InspectedParam]:
     """The trained and the frozen parameters, from headers or, where none tells them, from the commit record."""
-    record, model, shard = checked.record, checked.first_model, checked.first_shard
+    model, shard = checked.first_model, checked.first_shard
     trained: list[tuple[Param, Mapping[str, str]]] = []
     frozen: list[tuple[Param, Mapping[str, str]]] = []
     groups: dict[str, int] = {}
@@ -172,9 +172,9 @@ def _saved_params(checked: TagHeaders) -> Iterator[InspectedParam]:
         own = checked.parts[1:] if checked.shards else checked.parts
         part = own[0] if own and own[0].layout.slices is not None else frozen_part({model.rank: model})
         frozen = list(zip(part.params, part.dtypes, strict=True))
-    elif record is not None:
-        known, names = {param for param, _ in trained}, record.params.trained
-        for content in record.contents():
+    else:
+        known, names = {param for param, _ in trained}, checked.saved.trained
+        for content in checked.saved.contents():
             if content.param not in known:
                 keys = {key: dtype for key, (dtype, _) in content.tensors.items()}
                 (trained if content.param.name in names else frozen).append((content.param, keys))
@@ -223,7 +223,7 @@ def inspected_topology(part: TensorSet, topology: Topology, root: Mapping[object
     experts = _expert_layers(part, root)
     if topology.tensor_size == 1 and not experts:
         return None
-    cuts = _cuts(part, topology) if part.layout.slices is not None else []
+    cuts = _cuts(part, topology)
     return InspectedTopology(
         data_parallel=topology.data_size,
         tensor_parallel=topology.tensor_size,
@@ -251,7 +251,8 @@ def _expert_layers(part: TensorSet, root: Mapping[object, object]) -> list[Exper
 def _cuts(part: TensorSet, topology: Topology) -> list[CutTensor]:
     """The tensors of which a rank has a part only, or that only some of the data parallel ranks have."""
     layout, slices = part.layout, part.layout.slices
-    assert slices is not None
+    if slices is None:
+        return []
     strips = slices.strips
     bounds = np.searchsorted(strips.param, np.arange(layout.num_params + 1)).tolist()
     columns = np.stack((strips.start, strips.numel, strips.num_runs, strips.stride), axis=1)

@@ -176,7 +176,7 @@ def _unsupported(checked: TagHeaders) -> list[str]:
 
 
 def _record(checked: TagHeaders) -> InspectedRecord:
-    if checked.record is not None:
+    if checked.saved.is_recorded:
         return InspectedRecord(state="present", content_root=checked.saved.content_root)
     damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
     return InspectedRecord(state="damaged" if damaged else "absent")

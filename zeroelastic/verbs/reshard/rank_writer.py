@@ -21,6 +21,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout, with_slices
 from zeroelastic.core.plan import make_plan
+from zeroelastic.core.slice_plan import slices_of_layout
 from zeroelastic.core.slices import RankSet, first_copies, strips_of_runs
 from zeroelastic.executors.dispatch import DigestRows
 from zeroelastic.executors.tables import ProgressFunction, cast_between
@@ -149,12 +150,11 @@ class RankWriter:
         a_member = order[np.unique(layout.sub_group, return_index=True)[1]].tolist()
         position = np.array([list(part.dtypes[a_member[i]]).index(key) for i, key in flats], dtype=np.int64)
         first = self._first_streams(number)[order]
-        slices = layout.slices
-        copies = np.empty(0, dtype=np.int64) if slices is None else first_copies(slices)
+        copies = None if layout.slices is None else first_copies(layout.slices)
         for rows in extent_windows(make_plan(part.layout, layout, rank), part.extents, asked):
             stream = first[rows.param] + position[rows.target]
-            if slices is not None:
-                strip = strips_of_runs(slices, rows.param, rows.start)
+            if copies is not None:
+                strip = strips_of_runs(slices_of_layout(layout), rows.param, rows.start)
                 stream += len(self.streams) * (copies[strip] != strip)
             yield rows, DigestRows(self._seeds, stream, rows.start, rows.itemsize)
 

@@ -27,7 +27,7 @@ from zeroelastic.core.slices import Strip
 from zeroelastic.errors import UnsupportedError, rank_list
 from zeroelastic.torch_file.tree import Dict, Size, Storage, TensorRef, instance, new_global, new_storage, tensor
 from zeroelastic.verbs.reshard.new_run import described
-from zeroelastic.verbs.reshard.slicing import Slicing
+from zeroelastic.verbs.reshard.slicing import Slicing, any_slices
 from zeroelastic.verbs.reshard.source import ReshardSource, model_ranks
 
 Root: TypeAlias = dict[object, object]
@@ -197,7 +197,7 @@ class NativeSink(ABC):
         """Return the module states that every stage of ZeRO has."""
         rank, layout, names = files.rank, files.layout, self.slicing.file_names()
         root = dict(self.source.model_root_for(*self.topology.place(rank)))
-        if self.source.slicing.has_slices or self.slicing.has_slices:
+        if any_slices(self.source.slicing, self.slicing):
             root = described(self.slicing, root, rank, self.stage)
         if rank > 0 and root.get("shared_params"):
             root["shared_params"] = {}  # rank 0 alone has them

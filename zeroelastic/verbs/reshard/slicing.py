@@ -222,6 +222,11 @@ class Slicing:
 Buffers = list[list[Param]]
 
 
+def any_slices(*runs: Slicing) -> bool:
+    """Whether the ranks of any of these runs have slices of tensors."""
+    return any(run.has_slices for run in runs)
+
+
 def expert_slicing(root: Root, trained: Layout, topology: Topology, own_layers: Sequence[str]) -> Slicing:
     """The slicing of a run without tensor parallelism, from its first module states and its trained parameters.
 

@@ -41,7 +41,7 @@ from zeroelastic.verbs.reshard.sink import (
     loss_scaler,
     shapes_of,
 )
-from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, MoeLayer, Slicing
+from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, MoeLayer, Slicing, any_slices
 from zeroelastic.verbs.reshard.source import ReshardSource, names_in_module, refuse_own_weights
 
 _FRAGMENT_ADDRESS = new_global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -280,7 +280,7 @@ def _made_weights(source: ReshardSource, slicing: Slicing, dtypes: Mapping[str, 
     ``slicing`` is the result's. Raises UnsupportedError for a dtype to which master weights cannot be rounded, and for
     a weight that has no place in the module's state.
     """
-    if source.whole_model and not source.slicing.has_slices and not slicing.has_slices:
+    if source.whole_model and not any_slices(source.slicing, slicing):
         return {}
     refuse_own_weights(source)
     part = source.trained

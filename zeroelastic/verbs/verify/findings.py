@@ -100,12 +100,11 @@ def not_opened(name: str, error: ZeroElasticError, *, quick: bool) -> VerifyRepo
 
 def quick_report(headers: TagHeaders) -> VerifyReport:
     """The report on names, sizes and the commit record alone."""
-    record = headers.record
     num_files = sum(len(headers.files(rank)) for rank in headers.ranks)
     ranks = counted(headers.world_size, "rank")
     checked = [f"the files of {ranks} are there"]
     unchecked = ["not checked, because of --quick: headers and payload"]
-    if record is not None:
+    if headers.saved.is_recorded:
         checked = [
             f"the files of {ranks} are there and have the sizes of the commit record",
             "the commit record: its schema, and its content root against its own table",
@@ -363,22 +362,22 @@ def _words(
     headers: TagHeaders, scan: RankScan, whole_tensors: CopySums, right: _Flags, comparable: _Flags
 ) -> tuple[list[str], list[str]]:
     """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
-    record, num_whole = headers.record, int(comparable.sum())
+    is_recorded, num_whole = headers.saved.is_recorded, int(comparable.sum())
     num_headers = len(headers.shards) + len(headers.models)
     params = counted(sum(len(part.params) for part in headers.parts), "parameter")
     read = sum(len(headers.files(rank)) for rank in headers.ranks)
     num_right = scan.num_records - sum(map(len, scan.bad_records.values()))
     checked = [
         f"{read:,} of {headers.num_files:,} files of {counted(headers.world_size, 'rank')} "
-        + ("are there with the sizes of the commit record" if record is not None else "are there"),
-        f"{num_headers} headers agree on {params}" + (" and with the commit record" if record is not None else ""),
+        + ("are there with the sizes of the commit record" if is_recorded else "are there"),
+        f"{num_headers} headers agree on {params}" + (" and with the commit record" if is_recorded else ""),
         f"CRC-32 of {num_right} of {counted(scan.num_records, 'record')} right, in "
         f"{counted(scan.num_files, 'file')} read to the last byte",
     ]
     if not num_headers:
         del checked[1]
     unchecked: list[str] = []
-    if record is not None:
+    if is_recorded:
         if comparable.all():
             tensors = counted(num_whole, "tensor")
         else:
