@@ -8,7 +8,7 @@ payload of the files that agree with each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Literal, TypeVar
@@ -16,18 +16,14 @@ from typing import Literal, TypeVar
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.contradictions import (
     MIXED,
-    OF_THE_SAVE,
-    VALUE_FACTS,
-    model_facts,
+    mixed_models,
+    mixed_pair,
+    mixed_shards,
     not_committed,
-    other_models,
     other_save,
     other_step,
-    other_trained_params,
     param_differences,
-    shard_facts,
     steps_note,
-    values_by_rank,
 )
 from zeroelastic.checkpoint.inventory import Inventory, stage_0_root, stated_sizes
 from zeroelastic.checkpoint.model_states import ModuleHeader
@@ -48,8 +44,6 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 
 T = TypeVar("T", ModuleHeader, OptimizerHeader)
-
-_Facts = Mapping[int, Mapping[str, Hashable]]
 
 Headers = Literal["none", "first", "all"]
 """Which headers are opened. "none": none but a model states file's where there is no record to give the world size.
@@ -282,13 +276,7 @@ class _Checker(TagHeaders):
             if mixed is not None:
                 self.add(model.path.name, mixed)
                 del self.models[rank]
-        facts = {rank: model_facts(model) for rank, model in self.models.items()}
-        if self.topology.tensor_size > 1:
-            common = {rank: {what: fact[what] for what in OF_THE_SAVE} for rank, fact in facts.items()}
-            self._keep_most_common(self.models, common, common)
-        for tensor_rank in range(self.topology.tensor_size):
-            own = {rank: facts[rank] for rank in self.models if rank % self.topology.tensor_size == tensor_rank}
-            self._keep_most_common(self.models, own, own)
+        self._drop(self.models, mixed_models(self.models, self.topology.tensor_size))
 
     def _model_of(self, tensor_rank: int) -> ModuleHeader | None:
         """A model states header of a tensor parallel rank; None where none can be read."""
@@ -336,34 +324,21 @@ class _Checker(TagHeaders):
 
     def _choose_shards(self) -> None:
         """Keep the optimizer files that agree with the record, or without a record with the majority."""
-        facts = {rank: shard_facts(shard) for rank, shard in self.shards.items()}
-        if self.shards and not self.saved.is_recorded:
-            head = next(iter(self.shards.values()))
-            if (by_rank := values_by_rank(self.shards.values(), head)) is not None:
-                self.unsupported.append(f"{self.tag_dir}: {by_rank}")
-                facts = {rank: {key: fact[key] for key in fact.keys() - VALUE_FACTS} for rank, fact in facts.items()}
-        fitting = facts
-        if self.saved.is_recorded and len({tuple(fact.values()) for fact in facts.values()}) > 1:
+
+        def fits(shard: OptimizerHeader) -> bool:
             trained = self.saved.trained
             want = {one.param.name: one for one in self.saved.contents() if one.param.name in trained}
-            fits: dict[tuple[str, ...], bool] = {}
-            for rank, shard in self.shards.items():
-                said = tuple(facts[rank].values())
-                if said not in fits:
-                    fits[said] = not param_differences(want, contents_of([self._trained({}, shard)]))
-            fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
-        self._keep_most_common(self.shards, facts, fitting)
+            return not param_differences(want, contents_of([self._trained({}, shard)]))
 
-    def _keep_most_common(self, headers: dict[int, T], facts: _Facts, fitting: _Facts) -> None:
-        """Drop the headers whose facts differ from the largest group's among ``fitting``, each with a problem."""
-        counts = Counter(tuple(fact.values()) for fact in fitting.values())
-        keep = max(fitting, key=lambda rank: counts[tuple(fitting[rank].values())], default=None)
-        for rank, fact in facts.items():
-            if keep is not None and fact != facts[keep]:
-                what = ", ".join(name for name, value in fact.items() if value != facts[keep][name])
-                path, other = headers[rank].path, headers[keep].path
-                self.add(path.name, f"{path} and {other} differ in {what}. {MIXED}")
-                del headers[rank]
+        mixed, by_rank = mixed_shards(self.shards, self.saved, fits)
+        if by_rank is not None:
+            self.unsupported.append(f"{self.tag_dir}: {by_rank}")
+        self._drop(self.shards, mixed)
+
+    def _drop(self, headers: dict[int, T], mixed: Mapping[int, str]) -> None:
+        """Drop headers, each with a problem."""
+        for rank, sentence in mixed.items():
+            self.add(headers.pop(rank).path.name, sentence)
 
     def _trained(self, shards: Mapping[int, OptimizerHeader], head: OptimizerHeader) -> TensorSet:
         return trained_part(shards, head, None if self.sliced is None else self.sliced.layout)
@@ -374,7 +349,7 @@ class _Checker(TagHeaders):
         first = next(iter(self.models.values()), None)
         if first is not None:
             if head is not None:
-                mixed = other_trained_params(first, head) or other_models(first, head, self.saved)
+                mixed = mixed_pair(first, head, self.saved)
                 if mixed is not None:
                     self.add(first.path.name, mixed)
                 elif (note := steps_note(first, head, self.saved)) is not None:

@@ -6,7 +6,8 @@ A load, ``open_checkpoint`` and ``open_state`` stop at the first, because nothin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from zeroelastic.checkpoint.commit_record import OVERWRITTEN, RECORD_NAME
 from zeroelastic.checkpoint.inventory import Inventory
@@ -20,6 +21,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import paused_collector
 
 MIXED = "Files of two saves are mixed in this directory."
+
+_Facts = Mapping[int, Mapping[str, Hashable]]
 
 
 def other_save(shard: OptimizerHeader, save_id: str | None, model_name: str | None) -> str | None:
@@ -136,7 +139,12 @@ def other_directory(path: FilePath) -> str:
     )
 
 
-def other_trained_params(model: ModuleHeader, shard: OptimizerHeader) -> str | None:
+def mixed_pair(model: ModuleHeader, shard: OptimizerHeader, saved: Inventory) -> str | None:
+    """Whether module states and an optimizer file are of two saves, by their trained parameters or ``other_models``."""
+    return _other_trained_params(model, shard) or other_models(model, shard, saved)
+
+
+def _other_trained_params(model: ModuleHeader, shard: OptimizerHeader) -> str | None:
     """Whether a model states file lists other trained parameters than an optimizer file has.
 
     Those of slices are compared with the maps of slices when an optimizer file is opened.
@@ -163,21 +171,98 @@ def check_same_save(
 
     Where there is a commit record, ranks were compared when it was saved. ``resizable`` as of ``open_state``.
     """
-    facts = shard_facts(head)
-    different: dict[str, OptimizerHeader] = {}
-    for shard in shards.values():
-        theirs = facts if shard is head else shard_facts(shard)
-        for what, ours in facts.items():
-            if theirs[what] != ours:
-                different.setdefault(what, shard)
-    if not different:
-        return
-    by_rank = None if saved.is_recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
-    if by_rank is None:
-        what, shard = next(iter(different.items()))
-        raise CheckpointError(f"{shard.path} and {head.path} differ in {what}. {MIXED}")
-    if resizable:
+    facts, by_rank = _compared_facts(shards, head, saved)
+    ours = shard_facts(head)
+    for rank, theirs in facts.items():
+        for what in theirs:
+            if theirs[what] != ours[what]:
+                raise CheckpointError(_differ(shards[rank].path, head.path, [what]))
+    if by_rank is not None and resizable:
         raise UnsupportedError(f"{head.path.parent}: {by_rank}")
+
+
+def mixed_shards(
+    shards: Mapping[int, OptimizerHeader], saved: Inventory, fits: Callable[[OptimizerHeader], bool]
+) -> tuple[dict[int, str], str | None]:
+    """By rank a sentence about each shard of another save than most, and that of ``values_by_rank``.
+
+    Where there is a record, and shards differ, most are those that it ``fits``, if any.
+    """
+    if not shards:
+        return {}, None
+    facts, by_rank = _compared_facts(shards, next(iter(shards.values())), saved)
+    fitting = facts
+    if saved.is_recorded and len({tuple(fact.values()) for fact in facts.values()}) > 1:
+        known: dict[tuple[str, ...], bool] = {}
+        for rank, fact in facts.items():
+            said = tuple(fact.values())
+            if said not in known:
+                known[said] = fits(shards[rank])
+        fitting = {rank: fact for rank, fact in facts.items() if known[tuple(fact.values())]} or facts
+    return _other_than_most(shards, facts, fitting), by_rank
+
+
+def mixed_models(models: Mapping[int, ModuleHeader], tensor_size: int) -> dict[int, str]:
+    """By rank a sentence about module states of another save than most.
+
+    Tensor parallel ranks, which have parameters of other shapes, are compared each by itself.
+    """
+    facts = {rank: model_facts(model) for rank, model in models.items()}
+    mixed: dict[int, str] = {}
+    if tensor_size > 1:
+        common = {rank: {what: fact[what] for what in OF_THE_SAVE} for rank, fact in facts.items()}
+        mixed = _other_than_most(models, common, common)
+    for tensor_rank in range(tensor_size):
+        own = {rank: facts[rank] for rank in models if rank not in mixed and rank % tensor_size == tensor_rank}
+        mixed |= _other_than_most(models, own, own)
+    return mixed
+
+
+def _other_than_most(
+    headers: Mapping[int, OptimizerHeader | ModuleHeader], facts: _Facts, fitting: _Facts
+) -> dict[int, str]:
+    """By rank a sentence about each header whose facts differ from the largest group's among ``fitting``."""
+    counts = Counter(tuple(fact.values()) for fact in fitting.values())
+    keep = max(fitting, key=lambda rank: counts[tuple(fitting[rank].values())], default=None)
+    if keep is None:
+        return {}
+    ours, other = facts[keep], headers[keep].path
+    return {
+        rank: _differ(headers[rank].path, other, [name for name, value in fact.items() if value != ours[name]])
+        for rank, fact in facts.items()
+        if fact != ours
+    }
+
+
+def _differ(path: FilePath, other: FilePath, what: Iterable[str]) -> str:
+    return f"{path} and {other} differ in {', '.join(what)}. {MIXED}"
+
+
+def _compared_facts(
+    shards: Mapping[int, OptimizerHeader], head: OptimizerHeader, saved: Inventory
+) -> tuple[dict[int, dict[str, str]], str | None]:
+    """By rank the facts that have to be those of ``head``, and the sentence of ``values_by_rank`` in place of others.
+
+    Equal texts, which may be long, are kept once.
+    """
+    ours = shard_facts(head)
+    facts: dict[int, dict[str, str]] = {}
+    for rank, shard in shards.items():
+        theirs = ours if shard is head else shard_facts(shard)
+        facts[rank] = {what: text if theirs[what] == text else theirs[what] for what, text in ours.items()}
+    differ = {what for fact in facts.values() for what in VALUE_FACTS if fact[what] != ours[what]}
+    by_rank = values_by_rank(shards.values(), head) if differ and only_values(differ, saved) else None
+    if by_rank is not None:
+        facts = {rank: {what: fact[what] for what in fact if what not in VALUE_FACTS} for rank, fact in facts.items()}
+    return facts, by_rank
+
+
+def only_values(different: Collection[str], saved: Inventory) -> bool:
+    """Whether files differ in nothing but numbers that an optimizer may have computed from a rank's own part.
+
+    Where there is a commit record, the ranks were compared when it was saved.
+    """
+    return not saved.is_recorded and VALUE_FACTS.issuperset(different)
 
 
 VALUE_FACTS = frozenset(("hyper-parameters", "step and other scalars"))
@@ -260,7 +345,7 @@ def shard_facts(shard: OptimizerHeader) -> dict[str, str]:
 def check_same_models(models: Sequence[ModuleHeader], head: OptimizerHeader, saved: Inventory) -> None:
     """Raise CheckpointError when module states differ in something that all of one save share."""
     first = models[0]
-    mixed = other_step(first, saved) or other_trained_params(first, head) or other_models(first, head, saved)
+    mixed = other_step(first, saved) or mixed_pair(first, head, saved)
     if mixed is not None:
         raise CheckpointError(mixed)
     facts = [model_facts(model) for model in models]
@@ -270,7 +355,7 @@ def check_same_models(models: Sequence[ModuleHeader], head: OptimizerHeader, sav
         for what, fact in facts[number].items():
             other = 0 if what in OF_THE_SAVE else peer
             if facts[other][what] != fact:
-                raise CheckpointError(f"{model.path} and {models[other].path} differ in {what}. {MIXED}")
+                raise CheckpointError(_differ(model.path, models[other].path, [what]))
 
 
 OF_THE_SAVE = ("the step", "the save id")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from zeroelastic.checkpoint.contradictions import VALUE_FACTS, shard_facts, shard_values, values_sentence
+from zeroelastic.checkpoint.contradictions import only_values, shard_facts, shard_values, values_sentence
 from zeroelastic.checkpoint.module_weights import SAMPLE, ComparedWeights, compare_weights, other_weights
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN
@@ -180,7 +180,6 @@ def _check_consistent(digests: Sequence[ConsistencyDigest], own: LoadPlan) -> No
 
     Raises UnsupportedError where they differ in values of the optimizer that follow from a rank's part.
     """
-    is_recorded = own.checkpoint.inventory.is_recorded
     first_of: dict[str, int] = {}  # the first rank of each opaque tensor parallel rank, whose slices are its own
     for rank, digest in enumerate(digests):
         facts = dict(digest)
@@ -188,7 +187,7 @@ def _check_consistent(digests: Sequence[ConsistencyDigest], own: LoadPlan) -> No
         for other, compared in ((first, facts.keys()), (0, _SHARED_FACTS)):
             theirs = dict(digests[other])
             mixed = [fact for fact in theirs if fact in compared and facts.get(fact) != theirs[fact]]
-            if mixed and VALUE_FACTS.issuperset(mixed) and not is_recorded:  # which all ranks found
+            if mixed and only_values(mixed, own.checkpoint.inventory):  # which all ranks found
                 values = all_gather((own.checkpoint.tp.rank, own.head.rank, shard_values(own.head)))
                 sentence = values_sentence([(saved, found) for tp, saved, found in values if tp == values[rank][0]])
                 if sentence is not None:
