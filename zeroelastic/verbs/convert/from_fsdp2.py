@@ -14,7 +14,6 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup, configured_batch, configured_dtype
-from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.checkpoint.tag_files import watch
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.dcp.chunks import ChunkArchives
@@ -41,27 +40,14 @@ _OWN_ADAM = frozenset(["adam", "adamw"])
 """The optimizers by their names in DeepSpeed's configuration that keep ``step`` as a Python integer."""
 
 
-@dataclass(frozen=True, slots=True)
-class NativeForm:
-    """A checkpoint of FSDP2 in the form of a ZeRO run with the configuration ``config``, which may be empty.
+def open_fsdp2(
+    found: DcpCheckpoint, config: Mapping[str, object], world_size: int
+) -> tuple[ReshardSource, tuple[str, ...]]:
+    """The source of a reshard, in the form that a run of ``world_size`` ranks with this configuration would have saved.
 
-    ``trained`` and ``groups`` are taken from ``found``, in the form that DeepSpeed's optimizers have; ``batch`` is the
-    global batch that the configuration states; ``model_root`` are the module states, a tree for a torch file.
-    ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for.
+    ``config`` may be empty. FSDP2 cuts weights, gradients and state, so it counts as stage 3. With it sentences on what
+    was inferred, and on what no file of DeepSpeed has a place for. Raises CheckpointError, UnsupportedError.
     """
-
-    found: DcpCheckpoint
-    config: Mapping[str, object]
-    trained: TensorSet
-    groups: tuple[ParamGroup, ...]
-    steps: int
-    batch: int | None
-    model_root: Mapping[object, object]
-    notes: tuple[str, ...]
-
-
-def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: int) -> NativeForm:
-    """The form for a run of ``world_size`` ranks. Raises CheckpointError, UnsupportedError."""
     native = found.native
     if configured_dtype(config) == "float16":
         raise UnsupportedError(
@@ -98,9 +84,28 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
     left = [*found.named.rest, *_left_beside(found)]
     if left:
         notes.append(f"not carried: {some(left)}, for which DeepSpeed's files have no place")
-    groups = _groups(found, native)
-    trained = replace(found.trained, scalars=scalars)
-    return NativeForm(found, config, trained, groups, steps, batch, root, (*notes, *rederived))
+    topology = Topology(found.world_size)
+    inner = {"zero_stage": ZERO_STAGE(3), **NO_LOSS_SCALER}
+    source = ReshardSource(
+        checkpoint=_ChunkedCheckpoint(
+            tag_dir=found.root,
+            topology=topology,
+            optim_files=found.files,
+            model_files=found.tables,
+            named=found.named,
+        ),
+        parts=(replace(found.trained, scalars=scalars), found.frozen),
+        stage=3,
+        global_steps=steps,
+        train_batch_size=batch,
+        groups=tuple(make_group(dict(own.options.items()), own.params, repeats=1) for own in _groups(found, native)),
+        optim_root={"optimizer_state_dict": inner, "ds_config": dict(config), "ds_version": VERSION},
+        model_root=lambda rank: root,
+        config_path=found.tables[0],
+        bf16_names=bool(entry(config, "bf16", "enabled")),
+        slicing=Slicing(topology),
+    )
+    return source, (*notes, *rederived)
 
 
 def _has_own_adam(config: Mapping[str, object]) -> bool:
@@ -232,23 +237,22 @@ def plan_from_fsdp2(
     native = found.native
     known = config if config is not None else native.ds_config
     options = replace(options, stage=options.stage or native.stage or 3)
-    form = native_form(found, known or {}, options.world_size)
-    notes = form.notes
+    saved, notes = open_fsdp2(found, known or {}, options.world_size)
     if known is None:
         notes = (*notes, _WITHOUT_CONFIG)
-    if others := _configured_otherwise(form):
+    if others := _configured_otherwise(saved):
         said = "a load takes them, without a warning where the run has this configuration"
         notes = (*notes, f"hyper-parameters are those of the checkpoint, and {said}: {some(others)}")
-    source = Source(root, f"global_step{form.steps}", root, None, "deepspeed")
-    return make_plan_for(source, _source(form), options, notes)
+    source = Source(root, f"global_step{saved.global_steps}", root, None, "deepspeed")
+    return make_plan_for(source, saved, options, notes)
 
 
-def _configured_otherwise(form: NativeForm) -> list[str]:
+def _configured_otherwise(saved: ReshardSource) -> list[str]:
     """The hyper-parameters of the groups that are others than the configuration's, each with both values."""
-    params = entry(form.config, "optimizer", "params")
+    params = entry(saved.config, "optimizer", "params")
     found: list[str] = []
     for name, value in params.items() if isinstance(params, dict) else ():
-        for g, group in enumerate(form.groups):
+        for g, group in enumerate(saved.groups):
             key = "initial_lr" if name == "lr" and "initial_lr" in group.options else name
             own, configured = (tuple(v) if isinstance(v, list) else v for v in (group.options.get(key, value), value))
             if own != configured and value != "auto":
@@ -266,32 +270,6 @@ def _check_experts(found: DcpCheckpoint) -> None:
             "expert in a file and an optimizer group of its own: such checkpoints are not written from FSDP2. "
             "Begin a run from the weights instead, which torch.distributed.checkpoint reads by name."
         )
-
-
-def _source(form: NativeForm) -> ReshardSource:
-    """The source of a reshard. FSDP2 cuts weights, gradients and state, so it counts as stage 3."""
-    found, trained, groups = form.found, form.trained, form.groups
-    topology = Topology(found.world_size)
-    inner = {"zero_stage": ZERO_STAGE(3), **NO_LOSS_SCALER}
-    return ReshardSource(
-        checkpoint=_ChunkedCheckpoint(
-            tag_dir=found.root,
-            topology=topology,
-            optim_files=found.files,
-            model_files=found.tables,
-            named=found.named,
-        ),
-        parts=(trained, found.frozen),
-        stage=3,
-        global_steps=form.steps,
-        train_batch_size=form.batch,
-        groups=tuple(make_group(dict(own.options.items()), own.params, repeats=1) for own in groups),
-        optim_root={"optimizer_state_dict": inner, "ds_config": dict(form.config), "ds_version": VERSION},
-        model_root=lambda rank: form.model_root,
-        config_path=found.tables[0],
-        bf16_names=bool(entry(form.config, "bf16", "enabled")),
-        slicing=Slicing(topology),
-    )
 
 
 @dataclass(slots=True)
