@@ -135,6 +135,36 @@ def compare(
         and was[name][1].shape != param.shape
         and (saved.has_frozen or (was[name][0], kind) != (_FROZEN, _FROZEN))
     ]
+    found, missing, moved = _by_outcome(was, now, saved)
+    found["dropped"] = [name for name in was if name not in now]
+    unknown = {
+        name: f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint "
+        + (f"is tied to {live.tied[name]} in the model" if name in live.tied else "is not in the model")
+        for name in found["dropped"]
+    }
+    in_no_file = [text for name, text in unknown.items() if was[name][0] == _FROZEN and not saved.has_frozen]
+    group_problems = _compare_groups(saved_groups, live_groups)
+    problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown.values(), *moved, *reshaped]
+    fits = not problems and not group_problems
+    dealt = bool(group_problems) and any(map(_is_of_experts, saved_groups))  # a rank has more experts, or fewer
+    if dealt:
+        group_problems = _compare_dealt_groups(saved_groups, live_groups)
+    return ParamDiff(
+        **{what: tuple(names) for what, names in found.items()},
+        groups=match_groups(saved_groups, live_groups, frozenset(found["restored"]), fits=fits),
+        problems=tuple(problems),
+        group_problems=tuple(group_problems),
+        reshaped=tuple(reshaped),
+        frozen_problems=(*missing[_FROZEN], *in_no_file),
+        moved=tuple(moved),
+        dealt=dealt,
+    )
+
+
+def _by_outcome(
+    was: Mapping[str, _Listed], now: Mapping[str, _Listed], saved: ParamSet
+) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
+    """Deal the parameters of a run to the outcomes; with them sentences on the missing, by kind, and the moved ones."""
     found: dict[str, list[str]] = {what: [] for what in _OUTCOMES}
     moved: list[str] = []
     missing: dict[str, list[str]] = {_TRAINED: [], _FROZEN: []}
@@ -168,29 +198,7 @@ def compare(
                 if tied is None
                 else f"{what} was tied to {tied} when the checkpoint was saved, and has a weight of its own now"
             )
-    found["dropped"] = [name for name in was if name not in now]
-    unknown = {
-        name: f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint "
-        + (f"is tied to {live.tied[name]} in the model" if name in live.tied else "is not in the model")
-        for name in found["dropped"]
-    }
-    in_no_file = [text for name, text in unknown.items() if was[name][0] == _FROZEN and not saved.has_frozen]
-    group_problems = _compare_groups(saved_groups, live_groups)
-    problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown.values(), *moved, *reshaped]
-    fits = not problems and not group_problems
-    dealt = bool(group_problems) and any(map(_is_of_experts, saved_groups))  # a rank has more experts, or fewer
-    if dealt:
-        group_problems = _compare_dealt_groups(saved_groups, live_groups)
-    return ParamDiff(
-        **{what: tuple(names) for what, names in found.items()},
-        groups=match_groups(saved_groups, live_groups, frozenset(found["restored"]), fits=fits),
-        problems=tuple(problems),
-        group_problems=tuple(group_problems),
-        reshaped=tuple(reshaped),
-        frozen_problems=(*missing[_FROZEN], *in_no_file),
-        moved=tuple(moved),
-        dealt=dealt,
-    )
+    return found, missing, moved
 
 
 _OUTCOMES = (
@@ -199,11 +207,13 @@ _OUTCOMES = (
 )
 """The lists of ``ParamDiff`` in one of which each parameter is."""
 
+_Listed = tuple[str, Param]
+
 _TRAINED, _FROZEN = "parameter", "frozen parameter"
 _WORD = {_TRAINED: "trained", _FROZEN: "frozen"}
 
 
-def _listed(inventory: ParamSet) -> dict[str, tuple[str, Param]]:
+def _listed(inventory: ParamSet) -> dict[str, _Listed]:
     """Every parameter by name: how it is listed, and itself."""
     trained = {param.name: (_TRAINED, param) for param in inventory.trained}
     return trained | {param.name: (_FROZEN, param) for param in inventory.frozen}

@@ -95,13 +95,7 @@ def latest(
     if dry_run and not fix and set_to is None:
         raise UsageError("--dry-run: goes with --fix or --set; without them nothing is written.")
     check: Check = _check_quickly if quick or set_to is not None else lambda tag_dir: _check_fully(tag_dir, progress)
-    store = RunStore(local_directory(directory, IN_A_STORE) if fix or set_to is not None else as_path(directory))
-    tags = store.require_tags()
-    if in_folders(tags) and (fix or set_to is not None):
-        raise UsageError(
-            f"{store.root}: its checkpoints are in folders, which have a latest each; {'--fix' if fix else '--set'} is "
-            "for tags. Give one of the folders."
-        )
+    store, tags = _tags_of(directory, "--fix" if fix else None if set_to is None else "--set")
     named, problem = (None, None) if in_folders(tags) else named_latest(store.root)
     passed: tuple[Verdict, ...] = ()
     if set_to is not None:
@@ -139,6 +133,18 @@ def latest(
     )
     report._tag = found
     return report
+
+
+def _tags_of(directory: str | os.PathLike[str], changing: str | None) -> tuple[RunStore, Sequence[Tag]]:
+    """The tags of a run; ``changing`` is the option that writes its ``latest``, if any. Raises UsageError."""
+    store = RunStore(as_path(directory) if changing is None else local_directory(directory, IN_A_STORE))
+    tags = store.require_tags()
+    if changing is not None and in_folders(tags):
+        raise UsageError(
+            f"{store.root}: its checkpoints are in folders, which have a latest each; {changing} is for tags. Give one "
+            "of the folders."
+        )
+    return store, tags
 
 
 def _passed_over(verdict: Verdict) -> PassedOver:

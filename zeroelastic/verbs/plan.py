@@ -142,13 +142,8 @@ def plan(
             targets = [layout, slicing.frozen_layout(frozen.params, slicing.topology)]
         ranks = tuple(_planned_rank(checkpoint, rank, parts, targets) for rank in range(world_size))
     data_size = checkpoint.topology.data_size
-    batch = checkpoint.train_batch_size(head)
-    tensor_size = 1 if topology is None else topology.target_tensor_parallel
-    notes = list(misfit_notes(batch, world_size // tensor_size, data_size, head.ds_config))
-    if target_stage not in (3, head.stage):
-        names = ("round_robin_gradients", "parameter_alignment")
-        saved = [f"{name} {str(bool(zero_option(head.ds_config, name))).lower()}" for name in names]
-        notes.append(f"for a run with {' and '.join(saved)}, as in the saved configuration")
+    num_ranks = world_size // (1 if topology is None else topology.target_tensor_parallel)
+    notes = misfit_notes(checkpoint.train_batch_size(head), num_ranks, data_size, head.ds_config)
     return PlanReport(
         ok=True,
         path=str(source.tag_dir),
@@ -168,8 +163,17 @@ def plan(
         ),
         ranks=ranks,
         topology=topology,
-        notes=tuple(notes),
+        notes=(*notes, *_stage_notes(head, target_stage)),
     )
+
+
+def _stage_notes(head: OptimizerHeader, target_stage: int) -> list[str]:
+    """A sentence on the configuration that decides where parameters are at another stage than the saved one."""
+    if target_stage in (3, head.stage):
+        return []
+    names = ("round_robin_gradients", "parameter_alignment")
+    saved = [f"{name} {str(bool(zero_option(head.ds_config, name))).lower()}" for name in names]
+    return [f"for a run with {' and '.join(saved)}, as in the saved configuration"]
 
 
 def _sliced_target(
