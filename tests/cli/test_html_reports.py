@@ -20,8 +20,7 @@ from saved_files import flip
 from synthetic import optim_name, write_checkpoint
 
 import zeroelastic
-from zeroelastic.cli.figures import what_moves, who_holds_what
-from zeroelastic.cli.view import Row, Table, View, page, write_page
+from zeroelastic.cli.view import Row, Table, View, page, what_moves, who_holds_what, write_page
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import UsageError
 from zeroelastic.io import atomic

@@ -11,7 +11,7 @@ from botocore.exceptions import FlexibleChecksumError
 from stores import CountedFileSystem, counted, put
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
-from zeroelastic.io.objects import put_object, remove_objects, sizes_below
+from zeroelastic.io.atomic import put_object, remove_objects, sizes_below
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.remote import RemotePath, read_ranges
 from zeroelastic.io.retries import NoAnswerError, Retries, is_transient, retrying, with_retries

@@ -24,7 +24,7 @@ from synthetic import edit, edit_optim, model_name, optim_name, sealed, write_ch
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
-from zeroelastic.io.local import DiskPath
+from zeroelastic.io.paths import DiskPath
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.verdicts import check_quickly, check_tag, find_newest
 

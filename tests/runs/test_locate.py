@@ -131,7 +131,7 @@ def test_each_directory_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPat
     """A listing is what costs time behind a URL."""
     import fsspec
 
-    from zeroelastic.io import local
+    from zeroelastic.io import paths
     from zeroelastic.io.paths import FilePath
     from zeroelastic.io.remote import RemotePath
 
@@ -141,7 +141,7 @@ def test_each_directory_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPat
         listed.append(directory.name)
         return entries(directory)
 
-    monkeypatch.setattr(local, "_listed", partial(counted, local._listed))
+    monkeypatch.setattr(paths, "_listed", partial(counted, paths._listed))
     entries = RemotePath.entries
     monkeypatch.setattr(RemotePath, "entries", lambda directory: counted(entries, directory))
     memory = fsspec.filesystem("memory")

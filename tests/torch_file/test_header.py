@@ -17,7 +17,7 @@ from torch_files import bytes_at, saved
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.io import storage
-from zeroelastic.io.local import open_regular
+from zeroelastic.io.paths import open_regular
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Storage, Stub, TensorRef, read_torch_file, walk_refs
 
 

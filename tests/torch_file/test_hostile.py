@@ -32,7 +32,7 @@ from training import Job, build_engine
 import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, shown
-from zeroelastic.io.local import FOLLOW_LINKS
+from zeroelastic.io.paths import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file import safe_unpickler
 from zeroelastic.torch_file.archive import write_tree

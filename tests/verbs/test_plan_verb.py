@@ -173,7 +173,7 @@ def test_no_payload_is_read(tmp_path: Path) -> None:
         "import atexit, sys\n"
         "def count(): return int(open('/proc/self/io').readline().split()[1])\n"
         "import zeroelastic.cli.app, zeroelastic.cli.inspect, zeroelastic.verbs.plan, zeroelastic.runs.locate\n"
-        "import zeroelastic.cli.figures\n"
+        "import zeroelastic.cli.view\n"
         "before = count(); atexit.register(lambda: print('read:', count() - before, file=sys.stderr))"
     )
     done = run(tmp_path, "-n", "3", code=code)

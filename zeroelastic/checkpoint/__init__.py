@@ -9,7 +9,7 @@
     optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it;
                       ``rank_layout``: how its flat buffers are cut, and the table of them in elastic ones
     topology          how ranks are grouped, and which slices of tensors they have, by DeepSpeed's maps
-    saved_layout      the layout over all ranks of a save with slices; ``expert_files`` for frozen experts
+    saved_layout      the layout over all ranks of a save with slices, and that of frozen experts
     commit_record     ``zeroelastic.json``: sizes, parameters, digests and the content root; ``one_save``: all that is
                       read of a tag is of one save
     saved_state       all ranks' optimizer files as one state

@@ -12,14 +12,21 @@ from typing import overload
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord
 from zeroelastic.checkpoint.contradictions import check_frozen, not_committed, other_directory, other_save
-from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.inventory import NO_FILES, Inventory, check_sizes, list_files
 from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup, configured_batch
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, read_optimizer_file
 from zeroelastic.checkpoint.rank_layout import RankSlices
-from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
+from zeroelastic.checkpoint.saved_layout import (
+    FrozenExperts,
+    SavedMaps,
+    SlicedLayout,
+    frozen_experts,
+    frozen_layout,
+    saved_maps,
+    sliced_layout,
+)
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     RankFile,

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
-from zeroelastic.checkpoint.expert_files import FrozenExperts
 from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, extent_table, extents_over_ranks
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup
+from zeroelastic.checkpoint.saved_layout import FrozenExperts
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.core.plan import identity_plan, make_plan

@@ -5,8 +5,8 @@
     inspect    inspect, plan        copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
     doctor     doctor
-    view       the view of a report: printed in the terminal, and written as the page of ``--html`` by Jinja2, with one
-               of the two ``figures``
+    view       the view of a report: printed in the terminal, and written as the page of ``--html`` by Jinja2, with a
+               figure
     terminal   text, columns and progress
 
 A verb parses options, calls the function in ``zeroelastic.verbs`` that does the work, and shows the report.

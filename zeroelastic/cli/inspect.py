@@ -20,7 +20,7 @@ from zeroelastic.cli.app import (
     TpOption,
     reports,
 )
-from zeroelastic.cli.view import Severity, Table, View, facts, row, sentences
+from zeroelastic.cli.view import Severity, Table, View, facts, row, sentences, what_moves, who_holds_what
 from zeroelastic.errors import counted, some
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _FRAMEWORKS = {"hf-trainer": "the Hugging Face Trainer", "accelerate": "accelera
 
 def _inspect_view(found: InspectReport, params: str | None) -> View:
     """Return what the terminal and the page show of an inspection."""
-    from zeroelastic.cli.figures import who_holds_what
-
     severity, sentence = _answer(found)
     problems = [
         sentences("Notes", found.notes, "note"),
@@ -263,8 +261,6 @@ def inspect(
 
 def _plan_view(plan: PlanReport) -> View:
     """Return what the terminal and the page show of a plan."""
-    from zeroelastic.cli.figures import what_moves
-
     state = plan.state
     stages = None if {plan.stage, plan.target_stage} == {3} else f"ZeRO stage {plan.stage} to {plan.target_stage}"
     values = [

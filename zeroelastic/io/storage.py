@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError, missing_file
-from zeroelastic.io.local import DiskPath, open_regular, read_fully
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import DiskPath, FilePath, open_regular, read_fully
 from zeroelastic.io.remote import RemotePath, RemoteRange, read_ranges
 from zeroelastic.io.retries import reason
 

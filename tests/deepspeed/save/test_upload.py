@@ -35,8 +35,8 @@ from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save import after_commit
 from zeroelastic.deepspeed.save.after_commit import Uploads, uploads
 from zeroelastic.deepspeed.save.directory import SaveDirectory
-from zeroelastic.io import objects
-from zeroelastic.io.objects import sizes_below
+from zeroelastic.io import atomic
+from zeroelastic.io.atomic import sizes_below
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.remote import RemotePath
 from zeroelastic.observers import Uploaded
@@ -103,7 +103,7 @@ def objects_below(url: str) -> dict[str, bytes]:
 
 def put_objects(content: Mapping[str, bytes], url: str) -> str:
     for name, data in content.items():
-        objects.put_object(in_store(url) / name, data)
+        atomic.put_object(in_store(url) / name, data)
     return url
 
 
@@ -246,7 +246,7 @@ def step_often(step: Callable[[], None]) -> None:
     mock.patch.object(fsspec.implementations.local.LocalFileSystem, "cp_file", copy_in_two).start()
     remove = fsspec.implementations.local.LocalFileSystem.rm_file
     mock.patch.object(fsspec.implementations.local.LocalFileSystem, "rm_file", stepped(remove)).start()
-    mock.patch.object(objects, "write_atomically", stepped(objects.write_atomically)).start()
+    mock.patch.object(atomic, "write_atomically", stepped(atomic.write_atomically)).start()
 
 
 def upload_and(step: Callable[[], None], run: str, url: str) -> None:
@@ -408,7 +408,7 @@ def test_a_tag_that_is_saved_again_while_it_is_uploaded_is_not_uploaded_in_parts
     replaced = iter([True])
 
     def put(source: Path, path: RemotePath) -> None:
-        objects.put_file(source, path)
+        atomic.put_file(source, path)
         if next(replaced, False):
             shutil.copytree(second.tag_dir, tmp_path / "run" / "new")
             os.rename(tmp_path / "run" / "a", tmp_path / "run" / "old")

@@ -40,7 +40,7 @@ from zeroelastic.errors import (
     printable,
     some,
 )
-from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
+from zeroelastic.io.atomic import put_file, put_object, remove_objects, sizes_below
 from zeroelastic.io.paths import FilePath, relative_name, store_path
 from zeroelastic.io.remote import RemotePath
 from zeroelastic.io.retries import reason, retrying
