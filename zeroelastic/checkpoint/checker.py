@@ -356,7 +356,7 @@ class _Checker(TagHeaders):
                     self.notes.append(note)
             with self._noting(first.path.name):
                 sliced = 1 < self.topology.tensor_size == len(self._known_models())
-                layout = self.checkpoint.frozen_layout if sliced else None
+                layout = self.checkpoint.frozen.layout if sliced else None
                 parts.append(self._experts_part(first) or frozen_part(self.models, layout))
         self.parts = tuple(parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
@@ -364,7 +364,7 @@ class _Checker(TagHeaders):
     def _experts_part(self, model: ModuleHeader) -> TensorSet | None:
         """The frozen parameters where some are experts; None where none are, or where their files are damaged."""
         try:
-            experts = self.checkpoint.frozen_experts
+            experts = self.checkpoint.frozen.experts if self.topology.tensor_size == 1 else None
             part = None if experts is None else experts_part(experts)
             self._has_frozen_experts = part is not None
             return part

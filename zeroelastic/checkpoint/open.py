@@ -18,15 +18,7 @@ from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup, configured_batch
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, read_optimizer_file
 from zeroelastic.checkpoint.rank_layout import RankSlices
-from zeroelastic.checkpoint.saved_layout import (
-    FrozenExperts,
-    SavedMaps,
-    SlicedLayout,
-    frozen_experts,
-    frozen_layout,
-    saved_maps,
-    sliced_layout,
-)
+from zeroelastic.checkpoint.saved_layout import SavedFrozen, SavedMaps, SlicedLayout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     RankFile,
@@ -101,8 +93,7 @@ class Checkpoint:
     _shards: dict[int, OptimizerHeader] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)
     _others: dict[int, Checkpoint] = field(default_factory=dict, repr=False)
-    _frozen: Layout | None = field(default=None, repr=False)
-    _experts: tuple[FrozenExperts | None] | None = field(default=None, repr=False)
+    _frozen: SavedFrozen | None = field(default=None, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -144,40 +135,24 @@ class Checkpoint:
         return head.groups if self.sliced is None else self.sliced.groups(head)
 
     @property
-    def frozen_layout(self) -> Layout:
-        """The layout of the frozen parameters over the ranks that saved some.
-
-        At stages 1 and 2 one data parallel rank has all; where experts are frozen, rank i stands for the experts of
-        number i. Opens the headers of ``layout_models``.
-        """
-        if self.topology.tensor_size == 1:
-            experts = self.frozen_experts
-            return self.model_states(self.layout_models[0]).frozen if experts is None else experts.layout
+    def frozen(self) -> SavedFrozen:
+        """The frozen parameters. Opens the headers of ``layout_models``, and of experts' files, if some are frozen."""
         if self._frozen is None:
             models = [self.model_states(rank) for rank in self.layout_models]
-            assert self._maps is not None, "read with the first model states"
-            self._frozen = frozen_layout(models, self.topology, self._maps)
+            self._frozen = SavedFrozen.of(models, self.topology, self._maps)
         return self._frozen
 
     @property
     def names_frozen(self) -> bool:
         """Whether the files say which parameters are frozen; False where these were excluded from the save."""
-        return self.frozen_experts is not None or self.model_states(self.layout_models[0]).names_frozen
-
-    @property
-    def frozen_experts(self) -> FrozenExperts | None:
-        """The frozen parameters where some are experts with files of their own; None where none are."""
-        if self._experts is None:
-            model = self.model_states(self.layout_models[0])
-            maps = self._maps if model.may_freeze_experts and self.topology.tensor_size == 1 else None
-            self._experts = (None if maps is None else frozen_experts(model, maps),)
-        return self._experts[0]
+        return self.frozen.experts is not None or self.model_states(self.layout_models[0]).names_frozen
 
     def frozen_extents(self, rank: int) -> TensorExtents:
-        """Where a rank of ``frozen_layout`` has its parts in files; CheckpointError where its file lists others."""
-        if self.frozen_experts is not None:
-            return self.frozen_experts.extents(rank)
-        model, layout = self.model_states(rank), self.frozen_layout
+        """Where a rank of ``frozen.layout`` has its parts in files; CheckpointError where its file lists others."""
+        layout, experts = self.frozen
+        if experts is not None:
+            return experts.extents(rank)
+        model = self.model_states(rank)
         check_frozen(model, layout.on_rank(rank))
         return extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})[FROZEN]
 

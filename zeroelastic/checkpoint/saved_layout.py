@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -210,23 +211,6 @@ def sliced_layout(
     return SlicedLayout(topology, layout, maps)
 
 
-def frozen_layout(models: Sequence[ModuleHeader], topology: Topology, saved: SavedMaps) -> Layout:
-    """The layout of the frozen parameters over the ranks that have some in files, of which several are tensor parallel.
-
-    ``models`` as of ``sliced_layout``. At stages 1 and 2 data parallel rank 0 has all.
-    """
-    if WHOLE_MODEL_FILE.match(models[0].path.name) is not None:
-        topology = Topology(1, topology.tensor_size)
-    for model in models:
-        check_described(saved.maps, (param.name for param in model.frozen.params), model.path)
-    try:
-        return layout_over_ranks(
-            lambda t: [[param] for param in models[t].frozen.params], topology, saved.maps, stage=3
-        )
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{models[0].path}: {error}. The file is damaged.") from None
-
-
 def _with_native_experts(
     buffers: Sequence[Sequence[Param]], sizes: Sequence[int], stage: int, saved: SavedMaps, path: FilePath
 ) -> SliceMaps:
@@ -334,6 +318,39 @@ class FrozenExperts:
             offset[i] = file.extent(ref).offset if ref.numel else -1
         own = TensorExtents(self.dense.path, dtype, offset, tuple(paths))
         return own.among(number, self.layout.num_params)
+
+
+class SavedFrozen(NamedTuple):
+    """The frozen parameters of a save: their ``layout`` over the ranks that saved some.
+
+    At stages 1 and 2 one data parallel rank has all. Where ``experts`` with files of their own are among them, rank i
+    stands for the experts of number i.
+    """
+
+    layout: Layout
+    experts: FrozenExperts | None = None
+
+    @classmethod
+    def of(cls, models: Sequence[ModuleHeader], topology: Topology, saved: SavedMaps | None) -> SavedFrozen:
+        """Those of a model states header of each tensor parallel rank. Raises CheckpointError.
+
+        ``saved`` is None where tensor parallel ranks do not say which slices they have.
+        """
+        first = models[0]
+        if topology.tensor_size == 1:
+            maps = saved if first.may_freeze_experts else None
+            experts = None if maps is None else frozen_experts(first, maps)
+            return cls(first.frozen) if experts is None else cls(experts.layout, experts)
+        assert saved is not None, "read with the first model states"
+        if WHOLE_MODEL_FILE.match(first.path.name) is not None:
+            topology = Topology(1, topology.tensor_size)
+        for model in models:
+            check_described(saved.maps, (param.name for param in model.frozen.params), model.path)
+        buffers = [[[param] for param in model.frozen.params] for model in models]
+        try:
+            return cls(layout_over_ranks(lambda t: buffers[t], topology, saved.maps, stage=3))
+        except (ValueError, OverflowError) as error:
+            raise CheckpointError(f"{first.path}: {error}. The file is damaged.") from None
 
 
 def frozen_experts(model: ModuleHeader, maps: SavedMaps) -> FrozenExperts | None:

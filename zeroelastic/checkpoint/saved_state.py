@@ -184,7 +184,7 @@ def saved_parts(
 ) -> tuple[TensorSet, TensorSet]:
     """The trained and the frozen parameters, with the extents of the ranks whose headers are given."""
     trained = trained_part(shards, next(iter(shards.values())), checkpoint.layout)
-    layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
+    layout, experts = checkpoint.frozen
     frozen = frozen_part({model.rank: model for model in models}, layout) if experts is None else experts_part(experts)
     return trained, frozen
 

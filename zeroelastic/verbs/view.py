@@ -283,7 +283,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
             check_same_models((model,), head, checkpoint.inventory)
             trained, frozen = saved_parts(checkpoint, {0: head}, (model,))
-            has_experts = checkpoint.frozen_experts is not None
+            has_experts = checkpoint.frozen.experts is not None
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)
@@ -293,7 +293,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
             check_same_models((model, other), head, checkpoint.inventory)
-            return frozen_part({0: model, rank: other}, checkpoint.frozen_layout).extents[rank]
+            return frozen_part({0: model, rank: other}, checkpoint.frozen.layout).extents[rank]
 
         trained = replace(trained, extents=_OnDemand(trained_extents))
         frozen = frozen if has_experts else replace(frozen, extents=_OnDemand(frozen_extents))

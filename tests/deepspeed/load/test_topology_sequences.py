@@ -94,7 +94,7 @@ def test_a_run_goes_from_size_to_size_and_back_to_an_older_tag(
 def flip_a_bit(tag: Path, rank: int) -> None:
     """In what a rank's file, or that of a frozen expert of this number, has of some tensor."""
     checkpoint = open_checkpoint(tag)
-    frozen = None if checkpoint.frozen_experts is None else checkpoint.frozen_extents(rank)
+    frozen = None if checkpoint.frozen.experts is None else checkpoint.frozen_extents(rank)
     if frozen is not None and frozen.param_paths is not None:
         number = int(frozen.offset.argmax())
         path, offset = Path(str(frozen.param_paths[number])), int(frozen.offset[number])

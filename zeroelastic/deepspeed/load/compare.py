@@ -29,7 +29,7 @@ _ADDED_BY_TORCH = frozenset(("_is_initial",))
 
 def saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
     """Return the parameters of a save; their further names, which at stage 3 rank 0 alone lists, where names differ."""
-    layout, params = checkpoint.layout, checkpoint.frozen_layout.whole_tensors
+    layout, params = checkpoint.layout, checkpoint.frozen.layout.whole_tensors
     if params and checkpoint.whole_model:
         params = _without_buffers(params, live.module)
     excluded = checkpoint.inventory.excluded()

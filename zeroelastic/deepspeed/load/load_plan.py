@@ -203,7 +203,7 @@ def _moves(checkpoint: Checkpoint, live: LiveOptimizer, diff: ParamDiff, newly_f
     if newly_frozen is not None:
         weights = {source: checkpoint.extents(source) for source in newly_frozen.source_ranks}
         moves.append(Move(newly_frozen, FP32, weights, trains=False))
-    frozen, extents = checkpoint.frozen_layout, dict[int, Mapping[str, TensorExtents]]()
+    frozen, extents = checkpoint.frozen.layout, dict[int, Mapping[str, TensorExtents]]()
     for dst, trains in (
         (in_own_buffers(live.layout.only(set(diff.unfrozen))), True),
         (live.frozen.only(set(diff.frozen)), False),

@@ -241,7 +241,7 @@ def _consistency_digest(plan: LoadPlan) -> ConsistencyDigest:
     facts[_TP_RANK] = str(plan.checkpoint.tp.rank)
     facts["world size"] = str(plan.checkpoint.world_size)
     facts["global step"] = str(plan.model.global_steps)
-    frozen = plan.checkpoint.names_frozen, plan.checkpoint.frozen_layout.whole_tensors
+    frozen = plan.checkpoint.names_frozen, plan.checkpoint.frozen.layout.whole_tensors
     facts["frozen parameters"] = repr(frozen)
     saved = plan.checkpoint.inventory
     facts["commit record"] = f"{saved.save_id} {saved.content_root}"

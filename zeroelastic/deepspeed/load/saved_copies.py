@@ -37,7 +37,7 @@ def check_tp_replicas(checkpoint: Checkpoint, *, keys: list[str]) -> None:
 
     parts: list[tuple[Layout, list[str], _Extents]] = [
         (checkpoint.layout, keys, checkpoint.extents),
-        (checkpoint.frozen_layout, [FROZEN], frozen),
+        (checkpoint.frozen.layout, [FROZEN], frozen),
     ]
     differing: list[str] = []
     num_ranks, here = dist.get_world_size(), dist.get_rank()

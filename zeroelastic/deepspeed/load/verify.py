@@ -296,7 +296,7 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
             return False, f"({error})"
     if any(key == FROZEN for _, key in wrong):
         sizes = file_sizes(checkpoint.tag_dir)
-        experts = () if checkpoint.frozen_experts is None else checkpoint.expert_files
+        experts = () if checkpoint.frozen.experts is None else checkpoint.expert_files
         for path in filter(is_read_here, (*checkpoint.model_files, *(checkpoint.tag_dir / name for name in experts))):
             label = inventory.label(path.name)
             holders.add(label)

@@ -221,7 +221,7 @@ def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, nearest: int) -> tu
     The headers of a model states file and of the optimizer file of rank ``nearest`` are here.
     """
     checkpoint.shard(nearest)
-    trained, frozen = checkpoint.layout, checkpoint.frozen_layout
+    trained, frozen = checkpoint.layout, checkpoint.frozen.layout
     optim, models = {nearest}, set[int]()
     for target in (live.layout, live.frozen):
         optim |= _holders(trained, target, live.rank)

@@ -220,7 +220,7 @@ def slicing_of(checkpoint: Checkpoint) -> Slicing:
         return Slicing(checkpoint.topology)
     root, sliced = pairs_of(read_tree(checkpoint.model_files[0])), checkpoint.sliced
     if sliced is not None and checkpoint.topology.tensor_size > 1:
-        layouts = (checkpoint.layout, checkpoint.frozen_layout)
+        layouts = (checkpoint.layout, checkpoint.frozen.layout)
         maps = {tensor.name: sliced.maps[tensor.name] for layout in layouts for tensor in layout.whole_tensors}
         return Slicing(checkpoint.topology, maps, info=pairs_of(root.get(INFO)) or None)
     try:
