@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.convert.convert import export as export
     from zeroelastic.verbs.diff import diff as diff
     from zeroelastic.verbs.inspect.inspect import inspect as inspect
-    from zeroelastic.verbs.latest import latest as latest
-    from zeroelastic.verbs.ls import ls as ls
     from zeroelastic.verbs.plan import plan as plan
     from zeroelastic.verbs.prune import prune as prune
     from zeroelastic.verbs.reshard.reshard import reshard as reshard
+    from zeroelastic.verbs.tags import latest as latest
+    from zeroelastic.verbs.tags import ls as ls
     from zeroelastic.verbs.verify.verify import verify as verify
     from zeroelastic.verbs.verify.verify import verify_all as verify_all
     from zeroelastic.verbs.view import open as open
@@ -117,8 +117,8 @@ _IMPORTED_WHEN_USED = {
     "export": "zeroelastic.verbs.convert.convert",
     "inspect": "zeroelastic.verbs.inspect.inspect",
     "jsonl": "zeroelastic.observers",
-    "latest": "zeroelastic.verbs.latest",
-    "ls": "zeroelastic.verbs.ls",
+    "latest": "zeroelastic.verbs.tags",
+    "ls": "zeroelastic.verbs.tags",
     "open": "zeroelastic.verbs.view",
     "plan": "zeroelastic.verbs.plan",
     "prune": "zeroelastic.verbs.prune",

@@ -15,11 +15,10 @@ from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
 from zeroelastic.verbs.diff import DiffReport
 from zeroelastic.verbs.inspect.report import InspectReport
 from zeroelastic.verbs.interface import Failure, Report
-from zeroelastic.verbs.latest import LatestReport
-from zeroelastic.verbs.ls import ListReport
 from zeroelastic.verbs.plan import PlanReport
 from zeroelastic.verbs.prune import PruneReport
 from zeroelastic.verbs.reshard.plan import ReshardReport
+from zeroelastic.verbs.tags import LatestReport, ListReport
 from zeroelastic.verbs.verify.findings import VerifyAllReport, VerifyReport
 
 DOCUMENTS: dict[str, type[Report]] = {

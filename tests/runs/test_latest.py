@@ -366,7 +366,7 @@ def test_fix_does_not_pass_over_a_newer_tag_that_cannot_be_read_now(
             raise error(f"{tag_dir}: cannot be read.")
         return ()
 
-    monkeypatch.setattr("zeroelastic.verbs.latest._check_quickly", check)
+    monkeypatch.setattr("zeroelastic.verbs.tags._check_quickly", check)
     with pytest.raises(UnreadableError, match=r"global_step11: cannot be read.* latest was not changed"):
         zeroelastic.latest(run, quick=True, fix=True, dry_run=dry_run)
     assert not (run / "latest").exists()
@@ -380,7 +380,7 @@ def test_fix_is_not_advised_where_it_would_refuse(run: Path, monkeypatch: pytest
             raise UnreadableError(f"{tag_dir}: cannot be read.")
         return ()
 
-    monkeypatch.setattr("zeroelastic.verbs.latest._check_quickly", check)
+    monkeypatch.setattr("zeroelastic.verbs.tags._check_quickly", check)
     done = run_command("latest", run, "--quick")
     assert done.returncode == 0 and "--fix lets it name" not in done.stderr
     assert "--fix changes it when global_step11 can be read, which may be whole; --set names a tag now." in done.stderr

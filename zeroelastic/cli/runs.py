@@ -15,9 +15,8 @@ from zeroelastic.cli.view import Table, print_table, row
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.latest import LatestFile, LatestReport
-    from zeroelastic.verbs.ls import ListReport, TagInfo
     from zeroelastic.verbs.prune import PruneReport
+    from zeroelastic.verbs.tags import LatestFile, LatestReport, ListReport, TagInfo
 
 _SHOWN = 3
 _COPY_ONE = "Copy one again from where it is sound; `zeroelastic verify` lists what is wrong with each."
@@ -35,7 +34,7 @@ def _cells(tag: TagInfo) -> tuple[str, ...]:
     return (tag.tag, *numbers, format_size(tag.bytes), saved, tag.status + (", latest" if tag.latest else ""))
 
 
-@reports("zeroelastic.verbs.ls", _show_tags)
+@reports("zeroelastic.verbs.tags", _show_tags)
 def ls(
     directory: RunArgument,
     as_json: JsonOption = False,
@@ -87,7 +86,7 @@ def _show_latest(report: LatestReport, file: LatestFile, dry_run: bool) -> None:
         log_line(f"{said} --fix lets it name {report.tag_name}.")
 
 
-@reports("zeroelastic.verbs.latest", _show_found, code=_latest_code)
+@reports("zeroelastic.verbs.tags", _show_found, code=_latest_code)
 def latest(
     directory: RunArgument,
     quick: Annotated[

@@ -1,7 +1,7 @@
 """The verbs of the command line as functions, and a checkpoint as a read-only mapping of tensors.
 
     inspect, verify, reshard, convert (and export), a folder each
-    plan, diff, ls, latest, prune    a module each
+    plan, diff, prune, tags (ls and latest)    a module each
     view, tensor               ``zeroelastic.open``: a mapping from names to tensors, which are read when asked for
     interface                  what all verbs have in common: options, progress, and reports, which ``--json`` prints
     new_directory              a directory that appears at once, whole; several processes fill it, a second run goes on

@@ -25,8 +25,8 @@ from training import Job, allow_fp16_on_cpu, build_engine, raised
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.convert import export
-from zeroelastic.verbs.latest import latest
 from zeroelastic.verbs.reshard.reshard import reshard
+from zeroelastic.verbs.tags import latest
 from zeroelastic.verbs.verify.verify import verify
 
 SECTION = "Parallelism and communication"
