@@ -17,7 +17,7 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tags import Tag, about_newer, by_params, committed_after, newest_first, tags_to_try
-from zeroelastic.verbs import latest as latest_module
+from zeroelastic.verbs import tags as latest_module
 
 G, D = "a" * 32, "b" * 32
 
