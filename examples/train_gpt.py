@@ -162,7 +162,7 @@ def deepspeed_config(*, global_batch: int, micro_size: int, accumulation: int) -
             "sub_group_size": 100_000,
             "stage3_param_persistence_threshold": 2_000,
         },
-        "zeroelastic": {"format": "elastic", "verify": True},  # elastic
+        "zeroelastic": {"format": "elastic"},  # elastic
     }
 
 
@@ -220,7 +220,7 @@ def main() -> None:
     zeroelastic.install()  # elastic: before deepspeed.initialize
     deepspeed.init_distributed()
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR)
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     micro_size = split_batch(args.global_batch, world_size=world_size, accumulation=args.accumulation)
 
     torch.manual_seed(SEED)
