@@ -38,7 +38,7 @@ unexport PYTHONUNBUFFERED
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve docs-test reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale support sizes lint format clean
 
 help:
@@ -73,6 +73,7 @@ help:
 	@echo "make release-check  what has to hold before a release is tagged (RELEASING.md)"
 	@echo "make man       man pages from the text of --help, in man/"
 	@echo "make docs      the documentation as a site, in site/; a warning is an error"
+	@echo "make docs-test  runs every block of code of every page, and compares what it prints with the page"
 	@echo "make docs-serve  the same, served on this machine and built again whenever a page changes"
 	@echo "make reference  what pages take from the code: options of verbs and runs, drawings, JSON Schemas"
 	@echo "make lint      ruff, mypy --strict, clang-format; changes nothing"
@@ -216,6 +217,11 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 test: warm
 	$(PYTEST) -m "not sweep and (not extended or touched)" $(if $(SINCE),--touched-since=$(SINCE)) --few-examples \
 	    $(PYTEST_ARGS) tests
+
+# Every block of code of every page runs, and prints what the page shows.
+docs-test: warm
+	$(PYTEST) $(PYTEST_ARGS) tests/project/test_docs.py tests/integrations/test_frameworks.py -k "docs or documentation"
+	$(PYTEST) $(PYTEST_ARGS) tests/verbs/test_examples.py
 
 test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
 	$(PYTEST) -m "not sweep" $(PYTEST_ARGS) tests

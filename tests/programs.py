@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -172,39 +171,8 @@ def peak_memory(*arguments: object) -> int:
     return int(done.stdout.split()[-1]) * 1024
 
 
-# What a process says that torch ends when the script is done: a gloo thread that still holds a tensor asks for the
-# interpreter when there is none any more. Rare, and the same without zeroelastic; such a command is run once more.
-ABORT_AT_EXIT = "terminate called without an active exception"
-
-
-@dataclass(frozen=True)
-class Block:
-    language: str
-    text: str
-
-
-def blocks(document: str) -> list[Block]:
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [Block(language, text) for language, text in found]
-
-
 def documented_keys(verb: str) -> set[str]:
     """The keys whose meaning stands in the schema of the document that a verb prints with --json."""
     meanings: dict[str, dict[str, str]] = json.loads((ROOT / "docs/tools/keys.json").read_text())
     assert all(meanings[verb].values())
     return set(meanings[verb])
-
-
-def run_as_written(arguments: list[str], directory: Path, *, python: str) -> str:
-    """What ``python`` with these arguments prints, and with the same for the ranks that it starts."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["PYTHON_EXEC"] = python
-    command = [python, *arguments]
-    for _ in range(2):
-        result = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        if result.returncode == 0 or ABORT_AT_EXIT not in result.stderr:
-            break
-    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
-    return result.stdout

@@ -31,9 +31,8 @@ from frameworks_job import (
     read_history,
     run_script,
 )
+from page_code import Reader, blocks
 from places import ROOT
-from programs import blocks
-from programs import run_as_written as run_command
 from warm_python import executable
 
 import zeroelastic
@@ -126,10 +125,6 @@ def test_the_example_goes_on_at_other_world_sizes(
             assert line["loss"] == pytest.approx(wanted["loss"], rel=rtol), line["step"]
 
 
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone"],
-    "accelerate": ["accelerate.commands.launch", "--main_process_ip", "127.0.0.1", "--main_process_port", "0"],
-}
 LAUNCHED = (
     "Using it", "`accelerate launch -m zeroelastic.run train.py`, `torchrun ... -m zeroelastic.run`", "exact"
 )  # fmt: skip
@@ -137,43 +132,37 @@ LAUNCHED = (
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("framework", "flags", "state", "processes", "rates"),
+    ("framework", "state", "processes", "rates"),
     [
         case(
             LAUNCHED,
-            *("accelerate", ["--mixed-precision", "no"], "checkpoint/pytorch_model", [4, 4, 3, 3, 3, 2]),
+            *("accelerate", "checkpoint/pytorch_model", [4, 4, 3, 3, 3, 2]),
             [0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9, 5e-3 * 7 / 9],
         ),
-        ("lightning", [], "last.ckpt/checkpoint", [2, 2, 3, 3, 3, 2], [5e-3 * (1 - step / 12) for step in range(6)]),
+        ("lightning", "last.ckpt/checkpoint", [2, 2, 3, 3, 3, 2], [5e-3 * (1 - step / 12) for step in range(6)]),
     ],
     ids=["accelerate", "lightning"],
 )
 def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroelastic(
-    tmp_path: Path, framework: str, flags: list[str], state: str, processes: list[int], rates: list[float]
+    tmp_path: Path, framework: str, state: str, processes: list[int], rates: list[float]
 ) -> None:
-    document = f"docs/guides/{framework}.md"
+    """And print what the page shows."""
+    document, scripts = f"docs/guides/{framework}.md", tmp_path / "page" / "examples" / framework
+    scripts.mkdir(parents=True)
     for path in (EXAMPLES / framework).glob("*.py"):
         lines = path.read_text().splitlines()
-        (tmp_path / path.name).write_text("\n".join(line for line in lines if not line.startswith(INSTALL_LINES)))
-    assert "\nimport zeroelastic" not in (tmp_path / "train.py").read_text()
-    python = executable(*PRELOAD, "accelerate.commands.launch")
-    for command in [line for block in blocks(document) if block.language == "bash" for line in block.text.splitlines()]:
-        program, *arguments = command.replace("accelerate launch", "accelerate").split()
-        run_command(["-m", *LAUNCHERS[program], *arguments, *flags], tmp_path, python=python)
-    found = read_history(tmp_path / "out")
+        (scripts / path.name).write_text("\n".join(line for line in lines if not line.startswith(INSTALL_LINES)))
+    assert "\nimport zeroelastic" not in (scripts / "train.py").read_text()
+    reader = Reader(tmp_path / "page", executable(*PRELOAD, "accelerate.commands.launch"))
+    for block in blocks(document):
+        reader.read(block)
+    found = read_history(tmp_path / "page" / "out")
     assert [line["processes"] for line in found] == processes
-    saved = open_checkpoint(tmp_path / "out" / state).shard(0).ds_config
+    saved = open_checkpoint(tmp_path / "page" / "out" / state).shard(0).ds_config
     assert zero_block(document).items() <= saved["zero_optimization"].items()
     epoch = sorted(index for line in found[:4] for index in line["samples"])
     assert epoch == list(range(96)), "an epoch across the change is not every sample once"
     assert [line["lr"] for line in found] == pytest.approx(rates)
-
-
-@pytest.mark.extended
-def test_the_code_of_the_documentation_of_lightning_runs() -> None:
-    for block in blocks("docs/guides/lightning.md"):
-        if block.language == "python":
-            exec(block.text, {})
 
 
 @pytest.mark.parametrize("stages", [(3, 3), (2, 3)])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from page_code import COMMAND, Reader, blocks, missing_lines
 from places import ROOT
-from programs import blocks, run_as_written, run_command
+from stores import serve_s3
 from warm_python import executable
 
 
@@ -44,60 +44,56 @@ DOCUMENTS = [
     if document not in RUN_BY_OTHER_TESTS and any(block.language in ("bash", "python") for block in blocks(document))
 ]
 
-# A page that saves and loads; jobs that change size are started by the real python, too, in tests/elastic. Of the
-# others, processes are forked from one that has imported torch and deepspeed, and these.
-RUN_BY_PYTHON_ITSELF = "docs/guides/keeping.md"
-PRELOADED = {"docs/guides/huggingface.md": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
+# ZEROELASTIC=1 is read when Python starts. For the other pages, processes are forked from one that has imported torch,
+# deepspeed, and these.
+RUN_BY_PYTHON_ITSELF = "docs/guides/front-ends.md"
+LLAMA = ("transformers.trainer", "transformers.models.llama.modeling_llama")
+PRELOADED = {
+    "docs/guides/huggingface.md": LLAMA,
+    "docs/guides/experts-and-tensor-parallelism.md": LLAMA,
+    "docs/guides/storage.md": ("s3fs",),
+}
+NEEDS_A_STORE = "docs/guides/storage.md"
 
-# Commands that are not run from here: they install or build what this test runs in, or run this test.
-SET_UP = ("make ", "pip install ")
+LANGUAGES = {"bash", "python", "json", "console", "diff", "text"}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_code_blocks_run(document: str, tmp_path: Path) -> None:
-    """Python blocks that begin with a file name are written there, others are run; bash blocks are run line by line,
-    ``zeroelastic`` in this process."""
-    assert run_blocks(document, tmp_path) > 0
-
-
-def run_blocks(document: str, directory: Path) -> int:
-    """Run the code of a page in a directory; returns the number of programs that ran."""
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(document: str, tmp_path: Path) -> None:
     python = sys.executable if document == RUN_BY_PYTHON_ITSELF else executable(*PRELOADED.get(document, ()))
-    ran = 0
+    with serve_s3() if document == NEEDS_A_STORE else nullcontext():
+        reader = Reader(tmp_path / "page", python)
+        for block in blocks(document):
+            reader.read(block)
+    assert reader.ran > 0
+
+
+@pytest.mark.parametrize("document", ("README.md", *pages()))
+def test_a_block_says_what_it_is(document: str) -> None:
+    """What is neither run nor compared is ``text``, which is no command."""
     for block in blocks(document):
-        if block.language == "python":
-            name = re.match(r"# (\S+\.py)\n", block.text)
-            if name:
-                (directory / name[1]).write_text(block.text)
-                continue
-            run_as_written(["-c", block.text], directory, python=python)
-            ran += 1
-        elif block.language == "bash":
-            for line in filter(None, block.text.splitlines()):
-                if not line.startswith(SET_UP):
-                    run_line(line, directory, python)
-                    ran += 1
-        elif block.language == "json":
-            json.loads(block.text)
-        else:
-            assert block.language == "text", block.language
-    return ran
+        assert block.language in LANGUAGES, f"a block of {block.language or 'no language'}:\n{block.text}"
+        if block.language == "text":
+            assert not [line for line in block.text.splitlines() if COMMAND.match(line)], block.text
 
 
-def run_line(line: str, directory: Path, python: str) -> None:
-    """Run one command, which has to succeed."""
-    program, *arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in line.split()]
-    if program == "python":
-        run_as_written(arguments, directory, python=python)
-    elif program == "zeroelastic":
-        done = run_command(*arguments, cwd=directory, env={"PYTHON_EXEC": python})
-        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    else:
-        modules = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
-        options = ["--standalone"] if program == "torchrun" else []
-        options += ["-p", "no:cacheprovider"] if program == "pytest" else []
-        run_as_written(["-m", modules[program], *options, *arguments], directory, python=python)
+def test_what_was_not_printed_is_missing_from_a_page(tmp_path: Path) -> None:
+    printed = f" 50%|##  resumed {tmp_path}/ckpt/global_step3: 4 -> 3 ranks in 0.12 s; root 0a9a3ccf239a\nValid.\n"
+    shown = "resumed /home/you/ckpt/global_step3: 4 -> 3 ranks in 1.5 s; root 38ed995d3763\n...\nValid.\n"
+    assert missing_lines(shown, printed, tmp_path) == []
+    assert missing_lines(shown.replace("4 -> 3", "4 -> 2"), printed, tmp_path) != []
+    assert missing_lines("Valid.\n" + shown, printed, tmp_path) != []
+    assert missing_lines("Invalid.\n", printed, tmp_path) == ["Invalid."]
+
+
+def test_the_added_lines_of_the_readme_are_those_of_the_script_that_it_runs() -> None:
+    (change,) = [block.text for block in blocks("README.md") if block.language == "diff"]
+    (script,) = {word for block in blocks("README.md") for word in block.text.split() if word.startswith("examples/")}
+    lines = {line.partition("  #")[0].strip() for line in (ROOT / script).read_text().splitlines()}
+    added = [line[1:].partition("  #")[0].strip() for line in change.splitlines() if line.startswith("+")]
+    assert len(added) >= 3
+    assert not set(added) - lines
 
 
 def test_pages_that_other_tests_run_are_named_there() -> None:
