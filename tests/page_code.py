@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,23 +145,28 @@ class Reader:
 
     def run(self, command: list[str], **environment: str) -> None:
         """Run a program, which has to succeed, and keep what it prints."""
-        for _ in range(2):
-            done = subprocess.run(
-                command,
-                cwd=self.directory,
-                env={**self.environment, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            if done.returncode == 0 or ABORT_AT_EXIT not in done.stdout:
-                break
-        assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-6000:]}"
-        self.printed += done.stdout
+        self.printed += run_as_written(command, self.directory, {**self.environment, **environment})
         self.ran += 1
+
+
+def run_as_written(command: list[str], directory: Path, environment: Mapping[str, str]) -> str:
+    """What a program prints, which has to succeed."""
+    for _ in range(2):
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if done.returncode == 0 or ABORT_AT_EXIT not in done.stdout:
+            break
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-6000:]}"
+    return done.stdout
 
 
 def commands(text: str) -> list[str]:

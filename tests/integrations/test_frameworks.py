@@ -132,22 +132,26 @@ LAUNCHED = (
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("framework", "state", "processes", "rates"),
+    ("document", "state", "processes", "rates"),
     [
         case(
             LAUNCHED,
-            *("accelerate", "checkpoint/pytorch_model", [4, 4, 3, 3, 3, 2]),
+            *("docs/guides/accelerate.md", "checkpoint/pytorch_model", [4, 4, 3, 3, 3, 2]),
             [0, 5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3 * 8 / 9, 5e-3 * 7 / 9],
         ),
-        ("lightning", "last.ckpt/checkpoint", [2, 2, 3, 3, 3, 2], [5e-3 * (1 - step / 12) for step in range(6)]),
+        (
+            *("docs/guides/lightning.md", "last.ckpt/checkpoint", [2, 2, 3, 3, 3, 2]),
+            [5e-3 * (1 - step / 12) for step in range(6)],
+        ),
     ],
     ids=["accelerate", "lightning"],
 )
 def test_the_commands_of_the_documentation_run_a_script_that_does_not_know_zeroelastic(
-    tmp_path: Path, framework: str, state: str, processes: list[int], rates: list[float]
+    tmp_path: Path, document: str, state: str, processes: list[int], rates: list[float]
 ) -> None:
     """And print what the page shows."""
-    document, scripts = f"docs/guides/{framework}.md", tmp_path / "page" / "examples" / framework
+    framework = Path(document).stem
+    scripts = tmp_path / "page" / "examples" / framework
     scripts.mkdir(parents=True)
     for path in (EXAMPLES / framework).glob("*.py"):
         lines = path.read_text().splitlines()

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from page_code import run_as_written
 from places import ROOT
-from programs import run_as_written
 from saved_files import logged
 from trainer_job import (
     GLOBAL_BATCH,
@@ -589,7 +589,9 @@ def test_another_value_of_the_variable_is_an_error(monkeypatch):
 def torchrun(world_size: int, *command: str) -> str:
     """What a launch on this machine alone prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    return run_as_written([*launcher, *command], ROOT, python=executable(*LIBRARIES))
+    python = executable(*LIBRARIES)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python}
+    return run_as_written([python, *launcher, *command], ROOT, environment)
 
 
 @pytest.mark.extended
