@@ -5,7 +5,7 @@ Between the plan, which speaks of flat buffers and elements, and the executors, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -51,6 +51,25 @@ class TensorExtents:
             by_number = dict(zip(number.tolist(), self.param_paths, strict=True))
             paths = tuple(by_number.get(i, self.path) for i in range(num_params))
         return replace(self, offset=offset, param_paths=paths)
+
+
+class ExtentsOnDemand(Mapping[int, Mapping[str, TensorExtents]]):
+    """The extents of each of ``world_size`` saved ranks by state key, found by ``find`` when they are asked for."""
+
+    def __init__(self, world_size: int, find: Callable[[int], Mapping[str, TensorExtents]]) -> None:
+        self._ranks, self._find = range(world_size), find
+        self._found: dict[int, Mapping[str, TensorExtents]] = {}
+
+    def __getitem__(self, rank: int) -> Mapping[str, TensorExtents]:
+        if rank not in self._found:
+            self._found[rank] = self._find(rank)
+        return self._found[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
 
 
 def extents_over_ranks(layout: Layout, rank: int, extents: Mapping[str, TensorExtents]) -> Mapping[str, TensorExtents]:

@@ -144,19 +144,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     misplaced = saved_as(file.folder, path.name)
     if misplaced is not None:
         raise CheckpointError(f"{path}: was saved as {misplaced}. Files of different ranks have changed places.")
-    count = root.get("dp_world_size")
-    if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
-        raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO model states file.")
-    if world_size is not None and count != world_size:
-        raise CheckpointError(
-            f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
-            "mixed in this directory."
-        )
-    tensor_size = root.get("mp_world_size", 1)
-    if type(tensor_size) is not int or not 1 <= tensor_size <= _MAX_TENSOR_SIZE:
-        raise CheckpointError(f"{path}: mp_world_size is {shown(tensor_size)}. It is not a ZeRO model states file.")
-    if tp is not None and tensor_size != tp.size:
-        raise other_tp_size(path, tensor_size, tp)
+    count, tensor_size = _num_ranks(path, root, world_size, tp)
     params = trained_tables(root, path)
     tables = root["param_shapes"]
     module = root.get("module")
@@ -218,6 +206,26 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         save_id=save_id if isinstance(save_id, str) else None,
         tied=names.tied,
     )
+
+
+def _num_ranks(
+    path: FilePath, root: Mapping[object, object], world_size: int | None, tp: TensorParallel | None
+) -> tuple[int, int]:
+    """How many data parallel and tensor parallel ranks saved it. Raises as ``model_states_of``."""
+    count = root.get("dp_world_size")
+    if type(count) is not int or not 1 <= count <= _MAX_WORLD_SIZE:
+        raise CheckpointError(f"{path}: dp_world_size is {shown(count)}. It is not a ZeRO model states file.")
+    if world_size is not None and count != world_size:
+        raise CheckpointError(
+            f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
+            "mixed in this directory."
+        )
+    tensor_size = root.get("mp_world_size", 1)
+    if type(tensor_size) is not int or not 1 <= tensor_size <= _MAX_TENSOR_SIZE:
+        raise CheckpointError(f"{path}: mp_world_size is {shown(tensor_size)}. It is not a ZeRO model states file.")
+    if tp is not None and tensor_size != tp.size:
+        raise other_tp_size(path, tensor_size, tp)
+    return count, tensor_size
 
 
 def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, ...]:

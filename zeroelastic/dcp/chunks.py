@@ -12,7 +12,7 @@ whole on one rank. Source: torch.distributed.tensor.placement_types.Shard._split
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.extents import ExtentsOnDemand, TensorExtents
 from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
@@ -100,45 +100,29 @@ class _PlacedChunk(NamedTuple):
     what: str
 
 
-class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
-    """By rank and state key where the chunks are. The archives of a rank's chunks are opened when it is asked for.
+def _extents_of_chunks(
+    layout: Layout, dtypes: Mapping[str, Mapping[int, str]], places: Mapping[tuple[int, str], list[_PlacedChunk]]
+) -> ExtentsOnDemand:
+    """By rank and state key where the chunks are. The archives of a rank's chunks are opened when it is asked for."""
+    first = next(iter(places.values()))[0].chunk.place.path if places else Path()
+    begins: dict[StoredBytes, int] = {}
 
-    Raises what ``ChunkArchives.payload`` raises.
-    """
+    def find(rank: int) -> Mapping[str, TensorExtents]:
+        with ChunkArchives() as archives:
+            return {key: extents(rank, key, archives) for key in dtypes}
 
-    def __init__(
-        self,
-        layout: Layout,
-        dtypes: Mapping[str, Mapping[int, str]],
-        places: Mapping[tuple[int, str], list[_PlacedChunk]],
-    ) -> None:
-        self._layout, self._dtypes, self._places = layout, dtypes, places
-        self._path = next(iter(places.values()))[0].chunk.place.path if places else Path()
-        self._begins: dict[StoredBytes, int] = {}
-        self._found: dict[int, Mapping[str, TensorExtents]] = {}
-
-    def __getitem__(self, rank: int) -> Mapping[str, TensorExtents]:
-        if rank not in self._found:
-            with ChunkArchives() as archives:
-                self._found[rank] = {key: self._extents(rank, key, archives) for key in self._dtypes}
-        return self._found[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._layout.world_size))
-
-    def __len__(self) -> int:
-        return self._layout.world_size
-
-    def _extents(self, rank: int, key: str, archives: ChunkArchives) -> TensorExtents:
-        offset = np.full(self._layout.num_params, -1, dtype=np.int64)
-        paths = [self._path] * self._layout.num_params
-        for number, chunk, skipped, dtype, what in self._places.get((rank, key), ()):
+    def extents(rank: int, key: str, archives: ChunkArchives) -> TensorExtents:
+        offset = np.full(layout.num_params, -1, dtype=np.int64)
+        paths = [first] * layout.num_params
+        for number, chunk, skipped, dtype, what in places.get((rank, key), ()):
             place = chunk.place
-            if place not in self._begins:
-                self._begins[place] = archives.payload(place, dtype, chunk.shape, what)
-            offset[number] = self._begins[place] + skipped * DTYPE_BYTES[dtype]
+            if place not in begins:
+                begins[place] = archives.payload(place, dtype, chunk.shape, what)
+            offset[number] = begins[place] + skipped * DTYPE_BYTES[dtype]
             paths[number] = place.path
-        return TensorExtents(self._path, self._dtypes[key], offset, tuple(paths))
+        return TensorExtents(first, dtypes[key], offset, tuple(paths))
+
+    return ExtentsOnDemand(layout.world_size, find)
 
 
 class _ParamPiece(NamedTuple):
@@ -188,7 +172,7 @@ def tensor_set(
         whole,
         tuple({key: tensor.dtype for key, tensor in keys.items()} for keys in params.values()),
         tuple(scalars.get(name, {}) for name in params),
-        ChunkExtents(layout, dtypes, places),
+        _extents_of_chunks(layout, dtypes, places),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import html
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,7 +13,7 @@ from types import MappingProxyType, TracebackType
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.contradictions import check_same_models, check_same_save
-from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.extents import ExtentsOnDemand, TensorExtents
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
@@ -295,8 +295,12 @@ class CheckpointView(Mapping[str, TensorHandle]):
             check_same_models((model, other), head, checkpoint.inventory)
             return frozen_part({0: model, rank: other}, checkpoint.frozen.layout).extents[rank]
 
-        trained = replace(trained, extents=_OnDemand(trained_extents))
-        frozen = frozen if has_experts else replace(frozen, extents=_OnDemand(frozen_extents))
+        trained = replace(trained, extents=ExtentsOnDemand(trained.layout.world_size, trained_extents))
+        frozen = (
+            frozen
+            if has_experts
+            else replace(frozen, extents=ExtentsOnDemand(frozen.layout.world_size, frozen_extents))
+        )
         return SavedState(checkpoint, head, (model,), (trained, frozen))
 
     @cached_property
@@ -356,15 +360,3 @@ class CheckpointView(Mapping[str, TensorHandle]):
         if isinstance(value, tuple):
             return tuple(self._with_handles(f"{name}.{i}", item, file, seen) for i, item in enumerate(value))
         return value
-
-
-class _OnDemand(dict[int, Mapping[str, TensorExtents]]):
-    """The extents of each rank's files, whose headers are opened, and checked, when they are asked for."""
-
-    def __init__(self, open_rank: Callable[[int], Mapping[str, TensorExtents]]) -> None:
-        super().__init__()
-        self._open_rank = open_rank
-
-    def __missing__(self, rank: int) -> Mapping[str, TensorExtents]:
-        self[rank] = self._open_rank(rank)
-        return self[rank]
