@@ -19,7 +19,7 @@ from zeroelastic.torch_file.tree import entry
 from zeroelastic.verbs.interface import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.new_run import ReshardOptions, data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files
-from zeroelastic.verbs.reshard.sink import NativeSink
+from zeroelastic.verbs.reshard.sink import NativeSink, Stage3Sink
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     for_slicing,
@@ -29,7 +29,6 @@ from zeroelastic.verbs.reshard.source import (
     with_options,
 )
 from zeroelastic.verbs.reshard.stage_1_2 import GroupSink
-from zeroelastic.verbs.reshard.stage_3 import Stage3Sink
 
 
 class ReshardReport(Report):
