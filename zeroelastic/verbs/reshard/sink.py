@@ -3,7 +3,7 @@
 ``NativeSink`` has everything that is the same at all ZeRO stages, ``Stage3Sink`` the rest of stage 3; that of the
 others is in ``stage_1_2``.
 
-Source (DeepSpeed 0.19.8): ``DeepSpeedEngine._save_checkpoint`` ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``
+Source (DeepSpeed 0.19.8): ``DeepSpeedEngine._save_checkpoint``, ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``
 and ``torch.optim.Optimizer.state_dict``. docs/concepts/format.md.
 """
 
