@@ -59,10 +59,10 @@ def ask(failing: int | None) -> Asked:
     requests = [Request(0, "a"), Request(0, "b")] if rank else []
     requests += [Request(3, "c")] if rank == 3 else []
     try:
-        answers = multicast(requests, read)
+        content, cost = multicast(requests, read)
     except Exception as error:
         return Asked({}, asked, 0, 0, str(error))
-    return Asked({name: bytes(data) for name, data in answers.content.items()}, asked, answers.sent, answers.received)
+    return Asked({name: bytes(data) for name, data in content.items()}, asked, cost.sent, cost.received)
 
 
 def content_of(name: str, rank: int) -> bytes:

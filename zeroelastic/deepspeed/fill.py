@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -81,12 +81,8 @@ class Target:
         return bool(self.tensor.dtype != getattr(torch, self.dtype))
 
 
-class FillItem(NamedTuple):
-    """A plan to fill, where its source is (``extents[source rank][key]``), and the tensors it goes to."""
-
-    plan: Plan
-    extents: Mapping[int, Mapping[str, TensorExtents]]
-    targets: Sequence[Target]
+FillItem = tuple[Plan, Mapping[int, Mapping[str, TensorExtents]], Sequence[Target]]
+"""A plan to fill, where its source is (``extents[source rank][key]``), and the tensors it goes to."""
 
 
 def fill(

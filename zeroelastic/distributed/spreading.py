@@ -50,19 +50,14 @@ class Hop(NamedTuple):
     request: Request
 
 
-class Answers(NamedTuple):
-    """The files that a rank asked for, by name, and the bytes that it sent and received."""
+def multicast(
+    requests: Sequence[Request], read: Callable[[Sequence[str]], Mapping[str, bytes]]
+) -> tuple[Mapping[str, bytes | bytearray], TransferCost]:
+    """Get the files that this rank asks for, by name, and what they cost it to send and receive. Collective.
 
-    content: Mapping[str, bytes | bytearray]
-    sent: int
-    received: int
-
-
-def multicast(requests: Sequence[Request], read: Callable[[Sequence[str]], Mapping[str, bytes]]) -> Answers:
-    """Get the files that this rank asks for; each name is asked of one reader, maybe the rank itself. Collective.
-
-    ``read`` is called once, with the names that are asked of this rank. Raises on every rank what it raises on any.
-    Memory: what this rank reads or asks for, and the buffers of ``all_to_all_stream``.
+    Each name is asked of one reader, maybe the rank itself. ``read`` is called once, with the names that are asked of
+    this rank. Raises on every rank what it raises on any. Memory: what this rank reads or asks for, and the buffers of
+    ``all_to_all_stream``.
     """
     rank = dist.get_rank()
     askers: dict[Request, list[int]] = {}
@@ -81,7 +76,7 @@ def multicast(requests: Sequence[Request], read: Callable[[Sequence[str]], Mappi
     for hops in tree_steps(askers, FAN_OUT):
         cost = all_or_raise(partial(_send, [hop for hop in hops if hop.dst == rank], list(askers), content))
         sent, received = sent + cost.sent, received + cost.received
-    return Answers({request.name: content[request.name] for request in requests}, sent, received)
+    return {request.name: content[request.name] for request in requests}, TransferCost(sent, received)
 
 
 def _send(

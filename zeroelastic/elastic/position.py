@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from zeroelastic.core.world_size import derived_seed
 from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, any_rank
-from zeroelastic.errors import CheckpointError, StrictError
+from zeroelastic.errors import StrictError
 
 KEY = "zeroelastic"
 """The key of our entry in the client state."""
@@ -79,14 +79,9 @@ def unpack_position(
     """Restore an entry of ``pack_position``; returns a note for each thing not restored exactly. Collective.
 
     New generators are seeded from ``identity``. Raises, the same on every rank, StrictError when ``strict`` and the
-    entry has no position, and UnusableError for an entry that cannot be restored.
+    entry has no position, and CheckpointError for an entry that cannot be restored.
     """
-    from zeroelastic.deepspeed.load.tag_choice import UnusableError
-
-    try:
-        notes, is_exact = all_or_raise(lambda: _unpack(entry, data, device, identity, strict))
-    except CheckpointError as error:
-        raise UnusableError(str(error)) from None
+    notes, is_exact = all_or_raise(lambda: _unpack(entry, data, device, identity, strict))
     if not any_rank(not is_exact):
         return notes
     if entry is not None and entry.get("world_size") == dist.get_world_size():

@@ -74,28 +74,37 @@ def resume(
         for step in range(start.global_steps, total_steps): ...
     """
     began = time.monotonic()
-    from zeroelastic.deepspeed.engine import options_of
-    from zeroelastic.deepspeed.engine_state import changing, state_of
+    from zeroelastic.deepspeed.engine_state import changing
     from zeroelastic.deepspeed.install.seams import install
-    from zeroelastic.deepspeed.install.wrappers import loading_strictly
-    from zeroelastic.deepspeed.load.tag_choice import add_notes, load_first, none_loads, nothing_to_load
-    from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try
     from zeroelastic.deepspeed.save.background import finish_pending
     from zeroelastic.distributed.partners import require_partners
-    from zeroelastic.elastic.memory.resume import memory_tier
-    from zeroelastic.runs.verdicts import refuse_fresh_start
 
     install()
     require_partners()
     root = as_path(absolute(directory))
-
-    def started(resumed: ResumedRun) -> ResumedRun:
-        if memory is not None:
-            memory.keep_only(resumed.tag if resumed.tier == "memory" else None, int(engine.global_steps), tags)
+    with changing(engine):
+        finish_pending(engine, before="resume()")
+        resumed = _load_newest(engine, root, data, strict=strict, fresh=fresh, required=required)
         if dist.get_rank() == 0:
             step, seconds = int(engine.global_steps), time.monotonic() - began
             observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, dist.get_world_size(), seconds))
         return resumed
+
+
+def _load_newest(
+    engine: Any, root: FilePath, data: Position | None, *, strict: bool, fresh: bool, required: bool
+) -> ResumedRun:
+    """Load the newest checkpoint that can be loaded, of those in memory and on the disk, or begin anew. Collective."""
+    from zeroelastic.deepspeed.engine import options_of
+    from zeroelastic.deepspeed.engine_state import state_of
+    from zeroelastic.deepspeed.install.wrappers import loading_strictly
+    from zeroelastic.deepspeed.load.tag_choice import add_notes, load_first, none_loads, nothing_to_load
+    from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try
+    from zeroelastic.elastic.memory.resume import memory_tier
+    from zeroelastic.runs.verdicts import refuse_fresh_start
+
+    tags, newer, notes = find_tags_to_try(engine, root)
+    memory, finish = memory_tier(engine, root), _Finish(engine, root, data, strict)
 
     def load(tag: Tag) -> ResumedRun:
         load_dir, name = tag.asked_for if memory is None else memory.asked_for(tag)
@@ -108,18 +117,9 @@ def resume(
         on_disk: Tier = "node-local" if engine.use_node_local_storage() else "directory"
         return replace(finish(name, dict(client_state or {})), tier="memory" if tag.in_memory else on_disk)
 
-    with changing(engine):
-        finish_pending(engine, before="resume()")
-        tags, newer, notes = find_tags_to_try(engine, root)
-        memory = memory_tier(engine, root)
-        finish = _Finish(engine, root, data, strict)
-        ordered = tags if memory is None else memory.ordered(tags, newer)
-        resumed, passed = load_first(ordered, load, engine=engine)
-        if resumed is not None:
-            resumed = replace(resumed, passed_over=passed)
-            if resumed.tier == "memory":
-                return started(resumed)
-            return started(replace(resumed, notes=(*notes, *resumed.notes), report=add_notes(engine, root, notes)))
+    ordered = tags if memory is None else memory.ordered(tags, newer)
+    resumed, passed = load_first(ordered, load, engine=engine)
+    if resumed is None:
         if memory is not None:
             memory.wait_for_late_nodes()
         if tags or (passed and any_rank(state_of(engine).damage is not None)):
@@ -128,7 +128,12 @@ def resume(
         if not must and not fresh:
             all_or_raise(partial(refuse_fresh_start, root))
         nothing_to_load(engine, root, required=must)
-        return started(ResumedRun(None, 0, {}, None, passed, ()))
+        resumed = ResumedRun(None, 0, {}, None, (), ())
+    elif resumed.tier != "memory":
+        resumed = replace(resumed, notes=(*notes, *resumed.notes), report=add_notes(engine, root, notes))
+    if memory is not None:
+        memory.keep_only(resumed.tag if resumed.tier == "memory" else None, int(engine.global_steps), tags)
+    return replace(resumed, passed_over=passed)
 
 
 class _Finish:
@@ -147,12 +152,10 @@ class _Finish:
         return ResumedRun(name, int(self._engine.global_steps), client_state, report, (), notes)
 
     def _restore(self, name: str, entry: Mapping[str, Any] | None) -> tuple[str, ...]:
-        from zeroelastic.deepspeed.load.tag_choice import UnusableError
-
         engine, data = self._engine, self._data
         has_position = entry is not None and entry.get("data") is not None
         if self._has_moved and not has_position:
-            raise UnusableError(
+            raise CheckpointError(
                 f"{self._root / name}: has no position in the data, and a load that failed has changed that of the run."
             )
         self._has_moved = data is not None and has_position
@@ -161,7 +164,7 @@ class _Finish:
         identity = f"{root_digest} {engine.global_steps}"
         notes = unpack_position(entry, data, engine.device, identity=identity, strict=self._strict)
         if positions := different_positions(data):
-            raise UnusableError(
+            raise CheckpointError(
                 f"{self._root / name}: the ranks came to different positions in the data "
                 f"({some(map(brief, positions))}). "
                 "Its client state is from two saves, or the position depends on the rank."

@@ -207,13 +207,13 @@ def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
     config = accelerator.project_configuration
     if not config.automatic_checkpoint_naming:
         return None
-    newest = newest_complete(
+    newest, passed_over = newest_complete(
         *(logger, lambda: _numbered(accelerator), lambda folder: _check(accelerator, engine, folder)),
         "To choose another one, pass its path to load_state().",
     )
     if newest is not None:
-        setattr(config, _PASSED_OVER, newest.passed_over)
-        return newest.folder
+        setattr(config, _PASSED_OVER, passed_over)
+        return newest
     found = _numbered(accelerator)
     return found[-1] if found else None
 

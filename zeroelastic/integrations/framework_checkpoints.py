@@ -170,22 +170,16 @@ def numbered(directory: Path, pattern: str) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-class Newest(NamedTuple):
-    """The newest complete checkpoint of a run, and the newer ones that are not."""
-
-    folder: Path
-    passed_over: tuple[Path, ...]
-
-
 def newest_complete(
     logger: logging.Logger, folders: Callable[[], list[Path]], check: Callable[[Path], None], to_choose: str
-) -> Newest | None:
+) -> tuple[Path | None, tuple[Path, ...]]:
     """The last of the folders that ``check`` finds complete, and whose files are of one save, or None. Collective.
 
-    Rank 0 warns of those that are passed over. One that cannot be read here and now is not: its load says why.
+    With the later ones, which are passed over; rank 0 warns of them. One that cannot be read here and now is not passed
+    over: its load says why.
     """
 
-    def look() -> tuple[Newest | None, str]:
+    def look() -> tuple[Path | None, dict[Path, str]]:
         problems: dict[Path, str] = {}
         for folder in reversed(folders()):
             try:
@@ -197,18 +191,18 @@ def newest_complete(
             except ZeroElasticError:
                 pass
             if folder not in problems:
-                return Newest(folder, tuple(problems)), " ".join(problems.values())
-        return None, ""
+                return folder, problems
+        return None, {}
 
     newest, problems = on_rank_0(look)
-    if newest is not None and newest.passed_over and (not dist.is_initialized() or dist.get_rank() == 0):
-        passed = ", ".join(folder.name for folder in newest.passed_over)
+    if problems and (not dist.is_initialized() or dist.get_rank() == 0):
+        passed = ", ".join(folder.name for folder in problems)
         logger.warning(
             "PASSED OVER: %s, from which no run can go on: the save was cut short, or files are missing or damaged. "
             "The run goes on from %s. %s (%s)",
-            *(passed, newest.folder, to_choose, problems),
+            *(passed, newest, to_choose, " ".join(problems.values())),
         )
-    return newest
+    return newest, tuple(problems)
 
 
 def check_tag(tag_dir: FilePath, *, on_this_node_only: bool) -> None:

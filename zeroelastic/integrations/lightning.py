@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -53,7 +53,7 @@ _SETTINGS = (
 _DIVISOR = "zeroelastic_gradient_divisor"
 """In the client state: the number by which a loss is divided besides the mean, if that is not the accumulation."""
 _GRADIENT_SCALE = "_zeroelastic_gradient_scale"
-"""On the engine: the ``_GradientScale`` of a run whose divisor is not its accumulation."""
+"""On the engine of a run whose divisor is that of the saved run: the divisor, and what a loss is multiplied by."""
 
 
 def wrap_module(module: ModuleType) -> None:
@@ -64,9 +64,9 @@ def wrap_module(module: ModuleType) -> None:
 
 
 def _save_checkpoint(original: Method, self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    scale: _GradientScale | None = getattr(getattr(self, "model", None), _GRADIENT_SCALE, None)
-    if scale is not None:
-        checkpoint = {**checkpoint, _DIVISOR: scale.divisor}
+    divisor, _ = getattr(getattr(self, "model", None), _GRADIENT_SCALE, (None, None))
+    if divisor is not None:
+        checkpoint = {**checkpoint, _DIVISOR: divisor}
     return original(self, checkpoint, *args, **kwargs)
 
 
@@ -223,13 +223,6 @@ def _reopen_epoch(progress: dict[str, dict[str, int]]) -> None:
         counts["processed"] = counts["completed"] = counts["ready"] - 1
 
 
-class _GradientScale(NamedTuple):
-    """``divisor`` is that of the saved run, ``factor`` what a loss is multiplied by for it."""
-
-    divisor: int
-    factor: float
-
-
 def _scale_gradients(engine: Any, divisor: int, accumulation: int) -> None:
     """Divide losses by ``divisor`` where Lightning divides them by ``accumulation``; a later call replaces this.
 
@@ -238,12 +231,12 @@ def _scale_gradients(engine: Any, divisor: int, accumulation: int) -> None:
     vars(engine).pop(_GRADIENT_SCALE, None)
     if divisor != accumulation:
         wrap(type(engine), "backward", _backward)
-        vars(engine)[_GRADIENT_SCALE] = _GradientScale(divisor, accumulation / divisor)
+        vars(engine)[_GRADIENT_SCALE] = divisor, accumulation / divisor
 
 
 def _backward(original: Method, self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-    scale: _GradientScale | None = vars(self).get(_GRADIENT_SCALE)
-    return original(self, loss if scale is None else loss * scale.factor, *args, **kwargs)
+    _, factor = vars(self).get(_GRADIENT_SCALE, (None, None))
+    return original(self, loss if factor is None else loss * factor, *args, **kwargs)
 
 
 def _skip_at_setup(fit_loop: Any, batches: int, whole: int) -> None:

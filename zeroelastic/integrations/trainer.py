@@ -183,8 +183,8 @@ def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
         check_tag(directory_of(folder, tag), on_this_node_only=options.get("use_node_local_storage", False))
 
     to_choose = "To choose another one, pass its path as resume_from_checkpoint."
-    newest = newest_complete(logger, lambda: numbered(output_dir, r"checkpoint-(\d+)"), check, to_choose)
-    return None if newest is None else newest.folder
+    newest, _ = newest_complete(logger, lambda: numbered(output_dir, r"checkpoint-(\d+)"), check, to_choose)
+    return newest
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _fill(load_plan: LoadPlan) -> list[FillJob]:
     if not weights_only:
         live.state_filled()
     extents = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
-    parts = [FillItem(load_plan.plan, extents, targets), *_frozen_parts(load_plan), *_weights_parts(load_plan)]
+    parts: list[FillItem] = [(load_plan.plan, extents, targets), *_frozen_parts(load_plan), *_weights_parts(load_plan)]
     return [
         fill(
             *part,
@@ -158,7 +158,7 @@ def _frozen_parts(load_plan: LoadPlan) -> list[FillItem]:
             own = str(tensor.dtype).removeprefix("torch.")  # of an expert that this rank reads nothing of
             saved = saved_dtypes.get(int(plan.src.sub_group[place[param.name]]), own)
             targets.append(Target(move.key, p, tensor, saved))
-        parts.append(FillItem(plan, extents, targets))
+        parts.append((plan, extents, targets))
     return parts
 
 
@@ -175,7 +175,7 @@ def _weights_parts(load_plan: LoadPlan) -> list[FillItem]:
         weights = load_plan.live.weights(i)
         assert weights is not None, "planned for these"
         targets.append(Target(WEIGHTS, i, weights, dtypes[0]))
-    return [FillItem(plan, {0: {WEIGHTS: extents}}, targets)]
+    return [(plan, {0: {WEIGHTS: extents}}, targets)]
 
 
 def _changed_digests(part: FillJob, rank: int) -> Digests:

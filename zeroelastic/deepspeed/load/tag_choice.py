@@ -126,10 +126,6 @@ def nothing_to_load(engine: Engine, load_dir: FilePath, *, required: bool) -> No
     all_or_raise(refuse)
 
 
-class UnusableError(CheckpointError):
-    """A complete tag that this run cannot resume from."""
-
-
 def load_first(tags: Sequence[Tag], load: Callable[[Tag], T], *, engine: Engine) -> tuple[T | None, tuple[str, ...]]:
     """Return the result of the first ``load(tag)`` that succeeds, or None, and why the tags before it were passed over.
 
@@ -163,8 +159,8 @@ def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -
 
     Returns None where there is no checkpoint. Raises CheckpointError where there are some and none loads. Collective.
     """
-    found = find_tags_to_try(engine, root)
-    tags = [tag for tag in found.tags if tag.path == tag.tag_dir]  # folders of a framework have a ``latest`` each
+    to_try, _, notes = find_tags_to_try(engine, root)
+    tags = [tag for tag in to_try if tag.path == tag.tag_dir]  # folders of a framework have a ``latest`` each
 
     def attempt(tag: Tag) -> tuple[str, T]:
         directory, name = tag.asked_for
@@ -178,7 +174,7 @@ def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -
         return None
     name, outcome = loaded
     fell_back = [f"FELL BACK to {name}; passed over: {'; '.join(passed)}"] if passed else []
-    add_notes(engine, root, [*fell_back, *found.notes])
+    add_notes(engine, root, [*fell_back, *notes])
     return outcome
 
 

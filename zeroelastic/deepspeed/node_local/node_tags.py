@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -107,25 +106,15 @@ def tags_of_all_nodes(root: FilePath) -> tuple[list[Tag], list[tuple[str | None,
     return list(newest_first(best.values())), [named for _, named in looks]
 
 
-class TagsToTry(NamedTuple):
-    """The tags that a run may go on from, in the order in which they are tried, and notes on that choice.
+def find_tags_to_try(engine: Engine, root: FilePath) -> tuple[tuple[Tag, ...], tuple[Tag, ...], tuple[str, ...]]:
+    """Return the tags of a directory that an engine may go on from (``runs.tags``), as they are tried. Collective.
 
-    ``newer`` were committed after the one that ``latest`` names.
-    """
-
-    tags: tuple[Tag, ...]
-    newer: tuple[Tag, ...]
-    notes: tuple[str, ...]
-
-
-def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
-    """Return the tags of a directory that an engine may go on from (``runs.tags``). Collective.
-
-    Where nodes have disks of their own, ``latest`` is the newest tag that it names on any of them.
+    With those that were committed after the one that ``latest`` names, and notes on that choice. Where nodes have disks
+    of their own, ``latest`` is the newest tag that it names on any of them.
     """
     tags, named = tags_of_all_nodes(root)
 
-    def choose() -> TagsToTry:
+    def choose() -> tuple[tuple[Tag, ...], tuple[Tag, ...], tuple[str, ...]]:
         names = {name for name, _ in named}
         latest = next((tag for tag in tags if tag.name in names), None)
         params = trained_params(engine)
@@ -139,7 +128,7 @@ def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
             name, problem = named[0]
             why = problem or (f"names {shown(name)}, which is not there" if name else "is not there")
             notes = [f"NOT WHAT LATEST NAMES: {root / LATEST}: {why.removeprefix(f'{root / LATEST}: ').rstrip('.')}"]
-        return TagsToTry(tried, newer, tuple(notes))
+        return tried, newer, tuple(notes)
 
     return broadcast_or_raise(choose)
 

@@ -124,8 +124,8 @@ class _Headers:
         """Parse the wanted headers of files that other ranks see, and send theirs to other ranks. Collective."""
         remote = [name for name in wanted if not self.own.inventory.reads(name)]
         requests = [Request(self.own.inventory.reader(name), name) for name in remote]
-        answers = multicast(requests, self.content)
-        all_or_raise(partial(self.take, answers.content))
+        content, _ = multicast(requests, self.content)
+        all_or_raise(partial(self.take, content))
 
     def content(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the ranges that parsing these headers reads, by file name, for ranks that do not see the files."""
@@ -261,12 +261,12 @@ def module_file(checkpoint: Checkpoint, model: ModuleHeader, cost: LoadCost, *, 
         return found
 
     is_remote = inventory.reads_payload or not inventory.reads(name)
-    answers = multicast([Request(inventory.reader(name), name)] if is_remote else [], content)
-    cost.bytes_sent += answers.sent
-    cost.bytes_received += answers.received
+    answers, moved = multicast([Request(inventory.reader(name), name)] if is_remote else [], content)
+    cost.bytes_sent += moved.sent
+    cost.bytes_received += moved.received
     held = os.memfd_create(name, os.MFD_CLOEXEC) if is_remote else None
     try:
-        all_or_raise(lambda: None if held is None else _write(held, model, answers.content[name]))
+        all_or_raise(lambda: None if held is None else _write(held, model, answers[name]))
         yield str(model.path) if held is None else f"/proc/self/fd/{held}"
     finally:
         if held is not None:
