@@ -166,7 +166,7 @@ def check_deepspeed() -> Component:
     import_module("deepspeed")
     from zeroelastic.deepspeed.install.seams import SEAMS, USED, check_seam
 
-    seams = {seam.name: check_seam(seam).problem for seam in (*SEAMS, *USED)}
+    seams = {seam.name: check_seam(seam) for seam in (*SEAMS, *USED)}
     try:
         zeroelastic.install()
     except zeroelastic.IncompatibleDeepSpeedError as error:

@@ -122,15 +122,6 @@ USED = (
 """Methods that are called but not wrapped; checked in the same way."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedSeam:
-    """A seam as the installed DeepSpeed has it; ``problem`` is empty if the method is as expected."""
-
-    seam: Seam
-    owner: type | None
-    problem: str
-
-
 _package = logging.getLogger("zeroelastic")
 _level_before: int | None = None
 _console = logging.StreamHandler()
@@ -216,33 +207,37 @@ def _check() -> dict[str, type]:
         raise IncompatibleDeepSpeedError(
             f"DeepSpeed {found} is too old; zeroelastic needs deepspeed>={MINIMUM_DEEPSPEED}. Nothing was changed."
         )
-    checked = [check_seam(seam) for seam in (*SEAMS, *USED)]
-    problems = [f"{one.seam.name} {one.problem}" for one in checked if one.problem]
+    problems = [f"{seam.name} {problem}" for seam in (*SEAMS, *USED) if (problem := check_seam(seam))]
     if problems:
         listed = "; ".join(dict.fromkeys(problems))
         raise IncompatibleDeepSpeedError(
             f"DeepSpeed {found} differs from what zeroelastic knows: {listed}. Nothing was changed. Use a tested "
             "version (0.18.9, 0.19.5, 0.19.8) or upgrade zeroelastic."
         )
-    return {one.seam.class_path: one.owner for one in checked if one.owner is not None}
+    return {path: owner for path in {seam.class_path for seam in SEAMS} if (owner := _class_at(path)) is not None}
 
 
-def check_seam(seam: Seam) -> CheckedSeam:
-    """Look at one seam of the installed DeepSpeed; imports its module, and raises what that import raises."""
-    module, _, name = seam.class_path.rpartition(".")
+def check_seam(seam: Seam) -> str:
+    """Return how the installed DeepSpeed differs from a seam, or "". Raises what an import of the module raises."""
     try:
-        owner = getattr(import_module(module), name, None)
+        owner = _class_at(seam.class_path)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("deepspeed."):
             raise  # something that DeepSpeed itself needs
-        return CheckedSeam(seam, None, f"does not exist (there is no {error.name})")
+        return f"does not exist (there is no {error.name})"
     if owner is None:
-        return CheckedSeam(seam, None, f"does not exist (there is no {seam.class_path})")
+        return f"does not exist (there is no {seam.class_path})"
     method = owner.__dict__.get(seam.method)
     if not callable(method):
-        return CheckedSeam(seam, owner, "does not exist")
+        return "does not exist"
     parameters = inspect.signature(method).parameters
     if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        return CheckedSeam(seam, owner, "")  # behind a decorator such as instrument_w_nvtx, which hides the signature
+        return ""  # behind a decorator such as instrument_w_nvtx, which hides the signature
     missing = [parameter for parameter in seam.parameters if parameter not in parameters]
-    return CheckedSeam(seam, owner, f"has no parameter {', '.join(missing)}" if missing else "")
+    return f"has no parameter {', '.join(missing)}" if missing else ""
+
+
+def _class_at(path: str) -> type | None:
+    module, _, name = path.rpartition(".")
+    found: type | None = getattr(import_module(module), name, None)
+    return found

@@ -146,7 +146,7 @@ def _of_store(tag_dir: FilePath) -> Inventory:
     def look() -> Inventory:
         found = list_files(tag_dir)
         refuse_unfinished(tag_dir, found.names)
-        if found.record is not None:
+        if found.is_recorded:
             return found
         rank_files(tag_dir, found.names)  # raises the error for what is no checkpoint of ranks
         sizes = stated_sizes(tag_dir, found.names)

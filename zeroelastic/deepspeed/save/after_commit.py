@@ -102,10 +102,13 @@ class Upload:
 
     def _record(self) -> CommitRecord:
         """The commit record of this save. Raises MissingFileError where the tag is gone or of another save."""
-        record = read_record(self.saved.place)
-        if record is None or record.save_id != self.saved.save_id:
+        if (record := self._record_at(self.saved.place)) is None:
             raise missing_directory(self.saved.place)
         return record
+
+    def _record_at(self, tag_dir: FilePath) -> CommitRecord | None:
+        record = read_record(tag_dir)
+        return record if record is not None and record.save_id == self.saved.save_id else None
 
     def _make_room(self) -> None:
         """Mark the tag as one of this save, after all that there is of another one was removed."""
@@ -126,8 +129,7 @@ class Upload:
 
     def _is_committed(self) -> bool:
         with suppress(CheckpointError):  # a record that is damaged is none
-            record = read_record(self.target)
-            return record is not None and record.save_id == self.saved.save_id
+            return self._record_at(self.target) is not None
         return False
 
     def _wait(self, ready: Callable[[], bool], why: str) -> None:

@@ -266,9 +266,8 @@ class MemoryCheckpoints:
             save.commit()
         except Exception as error:
             if collective.is_raised_on_all_ranks(error):
-                collective.all_or_raise(
-                    lambda: None
-                )  # only then may its files be written to: it is on no node any more
+                # only then may its files be written to: it is on no node any more
+                collective.all_or_raise(lambda: None)
             raise
 
     def _log(self, step: int, error: BaseException) -> None:
