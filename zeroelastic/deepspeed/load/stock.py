@@ -141,13 +141,9 @@ def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], 
 
 def _values(shard: OptimizerHeader) -> contradictions.Values:
     """Return the optimizer's numbers in a file, and a hash of all else that the files of one save have in common."""
-    common = [
-        contradictions.shard_facts(shard)[fact]
-        for fact in sorted(contradictions.shard_facts(shard).keys() - contradictions.VALUE_FACTS)
-    ]
-    numbers = {
-        what: (key, value) for what, (key, value) in contradictions.shard_values(shard).items() if key != "params"
-    }
+    facts, values = contradictions.shard_facts(shard), contradictions.shard_values(shard)
+    common = [facts[fact] for fact in sorted(facts.keys() - contradictions.VALUE_FACTS)]
+    numbers = {what: (key, value) for what, (key, value) in values.items() if key != "params"}
     return {**numbers, "the save": ("save", hashlib.sha256(repr(common).encode()).hexdigest())}
 
 
