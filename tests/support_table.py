@@ -205,7 +205,7 @@ TAIL = """
   [verbs](reference/cli.md), and keys of `--json`. They change in a minor release, after one in which the old form
   still works and names its replacement. Other modules are internal.
 * **When DeepSpeed changes** a method that zeroelastic relies on ([`SEAMS`,
-  `USED`](../zeroelastic/deepspeed/install/seams.py)), `install()` raises `IncompatibleDeepSpeedError`, names it, and
+  `USED`](../zeroelastic/deepspeed/seams.py)), `install()` raises `IncompatibleDeepSpeedError`, names it, and
   wraps nothing. A layout or file that does not fit is refused by name.
 """
 

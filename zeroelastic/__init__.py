@@ -147,7 +147,7 @@ def install() -> None:
     Idempotent and reversible (``uninstall``). Imports deepspeed. Raises IncompatibleDeepSpeedError, before anything is
     changed, when DeepSpeed is missing, too old, or one of the methods to be wrapped has changed.
     """
-    from zeroelastic.deepspeed.install.seams import install as wrap_deepspeed
+    from zeroelastic.deepspeed.seams import install as wrap_deepspeed
 
     wrap_deepspeed()
 
@@ -157,7 +157,7 @@ def uninstall() -> None:
 
     Waits for a save in the background. Raises SaveError, when all is put back, if that could not be finished.
     """
-    from zeroelastic.deepspeed.install.seams import uninstall as unwrap_deepspeed
+    from zeroelastic.deepspeed.seams import uninstall as unwrap_deepspeed
 
     unwrap_deepspeed()
 
@@ -166,7 +166,7 @@ def is_installed() -> bool:
     """Whether DeepSpeed's methods are wrapped at the moment."""
     import sys
 
-    seams = sys.modules.get("zeroelastic.deepspeed.install.seams")
+    seams = sys.modules.get("zeroelastic.deepspeed.seams")
     return bool(seams is not None and seams.is_installed())
 
 

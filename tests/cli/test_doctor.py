@@ -353,7 +353,7 @@ def test_a_deepspeed_that_cannot_be_imported_is_a_problem_and_its_noise_stays_ou
 
 def fake_deepspeed(folder: Path, *, missing: str) -> Path:
     """Classes that have the methods we know, but for one."""
-    from zeroelastic.deepspeed.install.seams import SEAMS, USED
+    from zeroelastic.deepspeed.seams import SEAMS, USED
 
     files: dict[str, dict[str, list[str]]] = {}
     for seam in (*SEAMS, *USED):

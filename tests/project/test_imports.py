@@ -37,7 +37,7 @@ SEPARATE = [("deepspeed", "verbs")]
 INSIDE = {
     "elastic": {
         "core.world_size", "deepspeed.engine", "deepspeed.engine_state",
-        "deepspeed.install.seams", "deepspeed.install.wrappers", "deepspeed.load.tag_choice",
+        "deepspeed.seams", "deepspeed.wrappers", "deepspeed.load.tag_choice",
         "deepspeed.node_local.node_tags", "deepspeed.client_state", "deepspeed.save.background",
         "distributed.collective", "distributed.partners", "errors", "io.paths", "observers", "report",
         "runs.names", "runs.tags", "runs.verdicts",

@@ -164,7 +164,7 @@ def check_deepspeed() -> Component:
     if util.find_spec("deepspeed") is None:
         return Component(state="missing", about="training needs it: pip install 'zeroelastic[train]'")
     import_module("deepspeed")
-    from zeroelastic.deepspeed.install.seams import SEAMS, USED, check_seam
+    from zeroelastic.deepspeed.seams import SEAMS, USED, check_seam
 
     seams = {seam.name: check_seam(seam) for seam in (*SEAMS, *USED)}
     try:

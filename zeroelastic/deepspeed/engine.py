@@ -1,7 +1,7 @@
 """The members of DeepSpeed's engine and stage 3 optimizer that loads and saves use, as types; and its configuration.
 
 DeepSpeed has no type stubs. These protocols name what we rely on, so that mypy finds a misspelt member, and a reader
-sees the whole surface at once. Whether the installed DeepSpeed has the methods is checked by ``install/seams``.
+sees the whole surface at once. Whether the installed DeepSpeed has the methods is checked by ``seams``.
 Sources: ``deepspeed.runtime.engine.DeepSpeedEngine``, ``deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3``
 (0.18.9 to 0.19.8).
 """

@@ -73,7 +73,7 @@ class EngineState:
     options_agreed: bool = False
     """Whether the options were found to be the same on every rank (``engine.agree_on_options``)."""
     strict: bool = False
-    """Whether a caller loads with ``strict``, whatever the options say (``install.wrappers``)."""
+    """Whether a caller loads with ``strict``, whatever the options say (``wrappers``)."""
     module_paths: tuple[str, ...] | None = None
     """The model states file that DeepSpeed is to read, during a load (``load.module_states``)."""
     pending: object = None
@@ -83,11 +83,11 @@ class EngineState:
     background: object = None
     """The ``Background`` that the engine's asynchronous saves share (``save.background``)."""
     returned: Mapping[str, object] = field(default_factory=dict)
-    """What the last load returned of DeepSpeed's own values that training changes (``install.wrappers``)."""
+    """What the last load returned of DeepSpeed's own values that training changes (``wrappers``)."""
     memory: object = None
     """Makes checkpoints in memory (``memory.checkpoints``); True once ``save_checkpoint`` has logged its absence."""
     fresh_common_state: Mapping[str, object] = field(default_factory=dict)
-    """What the optimizer kept beside the state of its parameters when the engine was made (``install.wrappers``)."""
+    """What the optimizer kept beside the state of its parameters when the engine was made (``wrappers``)."""
     warned_of_waiting: bool = False
     """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
     warned_of_gone_params: bool = False

@@ -75,8 +75,8 @@ def resume(
     """
     began = time.monotonic()
     from zeroelastic.deepspeed.engine_state import changing
-    from zeroelastic.deepspeed.install.seams import install
     from zeroelastic.deepspeed.save.background import finish_pending
+    from zeroelastic.deepspeed.seams import install
     from zeroelastic.distributed.partners import require_partners
 
     install()
@@ -97,9 +97,9 @@ def _load_newest(
     """Load the newest checkpoint that can be loaded, of those in memory and on the disk, or begin anew. Collective."""
     from zeroelastic.deepspeed.engine import options_of
     from zeroelastic.deepspeed.engine_state import state_of
-    from zeroelastic.deepspeed.install.wrappers import loading_strictly
     from zeroelastic.deepspeed.load.tag_choice import add_notes, load_first, none_loads, nothing_to_load
     from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try
+    from zeroelastic.deepspeed.wrappers import loading_strictly
     from zeroelastic.elastic.memory.resume import memory_tier
     from zeroelastic.runs.verdicts import refuse_fresh_start
 

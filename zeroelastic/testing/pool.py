@@ -34,8 +34,8 @@ T = TypeVar("T")
 # The seams of install() and the modules of a load take half of the rest.
 PRELOADED = (
     *DEEPSPEED_MODULES,
-    "zeroelastic.deepspeed.install.seams",
-    "zeroelastic.deepspeed.install.wrappers",
+    "zeroelastic.deepspeed.seams",
+    "zeroelastic.deepspeed.wrappers",
     "zeroelastic.executors.staged",
     "zeroelastic.testing.state",
 )

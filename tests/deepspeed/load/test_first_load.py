@@ -138,7 +138,7 @@ def seconds_of_a_slow_load(job: Job, directory: str) -> tuple[float, float]:
     Rank 1 is late before its first collective, between two of them and after the last one. What a load frees is slow,
     and so is a callback, on every rank; observers and the log are on rank 0.
     """
-    from zeroelastic.deepspeed.install import wrappers
+    from zeroelastic.deepspeed import wrappers
     from zeroelastic.deepspeed.load import load, report, restore
 
     def pause(*args: Any) -> None:

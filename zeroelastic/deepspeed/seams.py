@@ -158,7 +158,7 @@ def install() -> None:
     if not is_installed():
         classes = _check()
         _show_on_stderr()
-        from zeroelastic.deepspeed.install import wrappers
+        from zeroelastic.deepspeed import wrappers
 
         for seam in SEAMS:
             wrap(classes[seam.class_path], seam.method, getattr(wrappers, seam.method))
