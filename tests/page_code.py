@@ -189,6 +189,7 @@ def missing_lines(shown: str, printed: str, directory: Path) -> list[str]:
 def masked(line: str, directory: Path) -> str:
     """A line of output without what differs from run to run: directory, sizes, times, versions, hashes, spaces."""
     line = line.replace(str(directory), "/home/you")
+    line = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<time>", line)
     line = re.sub(r"\b[0-9a-f]{8,}\b", "<hex>", line)
     line = re.sub(r"\b\d+(\.\d+)*( ?)(?=(s|ms|B|[KMG]i?B|%)\b)|\b\d+(\.\d+)+\b", r"<number>\2", line)
     return " ".join(line.split())
