@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -84,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the outcomes; those that it has are not tried again")
     parser.add_argument("--only", help="a regular expression: faults whose name has it")
+    parser.add_argument("--near", action="store_true", help="leave it at the tests to try first")
     parser.add_argument("--jobs", type=int, default=2, help="workers of pytest (2)")
     parser.add_argument("--draw", type=int, metavar="N", help="print N edits chosen at random, and try nothing")
     parser.add_argument("--seed", type=int, default=1)
@@ -103,7 +105,7 @@ def main() -> int:
         for fault in faults:
             if fault.name in {outcome.name for outcome in outcomes}:
                 continue
-            outcomes.append(outcome := try_fault(fault, copy, arguments.jobs))
+            outcomes.append(outcome := try_fault(fault, copy, arguments))
             print(
                 f"{outcome.name}: {outcome.found_by or 'NOT FOUND'} ({outcome.tier}, {outcome.seconds} s)", flush=True
             )
@@ -124,7 +126,7 @@ def copy_files(copy: Path) -> None:
             shutil.copy2(ROOT / name, copy / name)
 
 
-def try_fault(fault: Fault, copy: Path, jobs: int) -> Outcome:
+def try_fault(fault: Fault, copy: Path, arguments: argparse.Namespace) -> Outcome:
     """Run the tests with the fault in the copy, until one fails."""
     file = fault.file()
     right = (copy / file).read_text()
@@ -134,8 +136,8 @@ def try_fault(fault: Fault, copy: Path, jobs: int) -> Outcome:
     try:
         (copy / file).write_text(right.replace(fault.old, fault.new))
         near = fault.tests or [str(path.relative_to(ROOT)) for path in nearest_tests(file)]
-        for tier, tests in [(tier, tests) for tier in TIERS for tests in (near, ["tests"])]:
-            if found := first_failure(copy, tests, TIERS[tier], jobs):
+        for tier, tests in product(TIERS, [near] if arguments.near else [near, ["tests"]]):
+            if found := first_failure(copy, tests, TIERS[tier], arguments.jobs):
                 break
     finally:
         (copy / file).write_text(right)
