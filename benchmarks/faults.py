@@ -95,15 +95,16 @@ def main() -> int:
         return 0
     faults = [Fault(**one) for one in json.loads(FAULTS.read_text())]
     faults = [fault for fault in faults if re.search(arguments.only or "", fault.name)]
-    for fault in faults:
-        fault.file()
+    gone = [fault for fault in faults if len(fault.places()) != 1]
+    for fault in gone:
+        print(f"{fault.name}: its text is {len(fault.places())} times in the code")
     done = json.loads(arguments.out.read_text())["faults"] if arguments.out and arguments.out.exists() else []
     outcomes = [Outcome(**one) for one in done if one["name"] not in {f.name for f in faults} or one["found_by"]]
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory, "copy")
         copy_files(copy)
         for fault in faults:
-            if fault.name in {outcome.name for outcome in outcomes}:
+            if fault in gone or fault.name in {outcome.name for outcome in outcomes}:
                 continue
             outcomes.append(outcome := try_fault(fault, copy, arguments))
             print(
@@ -113,7 +114,7 @@ def main() -> int:
                 arguments.out.write_text(json.dumps({"faults": [asdict(one) for one in outcomes]}, indent=1) + "\n")
     for tier in TIERS:
         print(f"found by {tier}: {sum(outcome.tier == tier for outcome in outcomes)} of {len(outcomes)}")
-    return int(not all(outcome.found_by for outcome in outcomes))
+    return int(bool(gone) or not all(outcome.found_by for outcome in outcomes))
 
 
 def copy_files(copy: Path) -> None:
