@@ -24,6 +24,7 @@ from zeroelastic.compiled_ops import compiled_ops, left_locks
 from zeroelastic.errors import ConfigError, signal_name
 from zeroelastic.executors.build_info import REMEDIES, EngineLibrary
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
+from zeroelastic.io.large_pages import large_pages_pay
 from zeroelastic.verbs.interface import Part, Report
 
 _PACKAGE = Path(zeroelastic.__file__).resolve().parent
@@ -49,6 +50,7 @@ class Doctor(Report):
     problems: list[str]
     versions: dict[str, str | None]
     places: dict[str, str]
+    new_memory: str
     components: dict[str, Component]
     ops: list[str]
     stale_locks: list[str]
@@ -83,7 +85,7 @@ def _view(found: Doctor) -> View:
     packages = [(name, version or "not installed") for name, version in found.versions.items()]
     parts = [row(name, it.state, it.about, severity=severities[it.state]) for name, it in found.components.items()]
     tables = (
-        facts("", [*packages, *found.places.items(), ("compiled ops", found.ops)]),
+        facts("", [*packages, *found.places.items(), ("new memory", found.new_memory), ("compiled ops", found.ops)]),
         Table("Components", tuple(parts)),
         sentences("To fix", found.problems, "bad"),
     )
@@ -116,6 +118,7 @@ def diagnose() -> Doctor:
         problems=problems,
         versions=versions | {name: installed.get(name) for name in ("torch", "deepspeed", "numpy")},
         places={"package": str(_PACKAGE), "interpreter": sys.executable, "platform": platform.platform()},
+        new_memory="pages of 2 MiB" if large_pages_pay() else "pages of 4 KiB, which come faster here than of 2 MiB",
         components=components,
         ops=compiled_ops(),
         stale_locks=[*map(str, locks)],

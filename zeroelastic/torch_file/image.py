@@ -30,6 +30,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors.dispatch import Executor, Ranges, sum_segments
 from zeroelastic.io.atomic import name_in_errors, write_fully
+from zeroelastic.io.large_pages import ask_for_large_pages
 from zeroelastic.torch_file.save import DigestRange, TorchSaveSkeleton, as_bytes, reserve
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,9 @@ def host_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     It goes with the last tensor that shares it. A forked process does not have its content.
     """
     pages = Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):  # without the second, a fork copies all that is pinned
-        with suppress(OSError):
-            pages.madvise(advice)
+    ask_for_large_pages(pages.address(), len(pages))
+    with suppress(OSError):  # without it, a fork copies all that is pinned
+        pages.madvise(_MADV_WIPEONFORK)
     if pinned and nbytes > 0:
         pages.pin(0, nbytes)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]

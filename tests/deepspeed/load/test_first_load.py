@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,20 +187,3 @@ def test_the_seconds_of_the_report_are_those_of_the_call(rank_pool: RankPool, tm
         rank_pool.run(seconds_of_a_slow_load, 3, Job(), str(tmp_path)), pauses, strict=True
     ):
         assert clock > number * PAUSE_S and 0.95 * clock <= reported <= clock
-
-
-def test_large_pages_are_asked_for_within_a_tensor_alone() -> None:
-    memory = mmap.mmap(-1, 40 << 20)  # of its own: nothing that was advised earlier borders on the tensor
-    tensor = torch.frombuffer(memory, dtype=torch.float32, count=9 << 20, offset=4096)
-    live_optimizer.ask_for_large_pages(tensor)
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    advised = 0
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            if not line.split(maxsplit=1)[0].endswith(":"):
-                first, last = (int(part, 16) for part in line.split()[0].split("-"))
-            elif line.startswith("VmFlags") and first < end and last > begin and "hg" in line.split():
-                assert begin <= first and last <= end
-                advised += last - first
-    assert advised >= tensor.nbytes - 2 * (2 << 20)
-    live_optimizer.ask_for_large_pages(torch.empty(3))

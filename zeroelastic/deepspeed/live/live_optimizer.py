@@ -7,8 +7,6 @@ subclass, listed in ``kinds``.
 from __future__ import annotations
 
 import copy
-import ctypes
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -32,8 +30,7 @@ from zeroelastic.deepspeed.live.optimizers import (
 from zeroelastic.deepspeed.live.topology import LiveTopology, read_topology
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.errors import buffer_kind as word_for_buffer
-
-_LARGE_PAGE = 2 << 20
+from zeroelastic.io.large_pages import ask_for_large_pages
 
 
 class LiveOptimizer(ABC):
@@ -261,7 +258,8 @@ class LiveOptimizer(ABC):
         if not (isinstance(current, torch.Tensor) and current.shape == flat.shape and current.dtype == dtype):
             self._uninitialised.add(sub_group)
             current = state[key] = torch.empty(flat.shape, dtype=dtype, device=flat.device)
-            ask_for_large_pages(current)
+            if current.device.type == "cpu":
+                ask_for_large_pages(current.data_ptr(), current.nbytes)
         return current.detach()
 
     @abstractmethod
@@ -395,18 +393,3 @@ class LiveOptimizer(ABC):
     def lost_in_stock_files(self) -> str | None:
         """Return the state that DeepSpeed's own files of this optimizer would lack, or None."""
         return None
-
-
-def ask_for_large_pages(tensor: torch.Tensor) -> None:
-    """Have the system give a new tensor in host memory pages of 2 MiB, which come several times faster.
-
-    Whole pages only: the tensor takes no more memory than it needs.
-    """
-    if tensor.device.type != "cpu":
-        return
-    begin = -(-tensor.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
-    end = (tensor.data_ptr() + tensor.nbytes) // _LARGE_PAGE * _LARGE_PAGE
-    if begin < end:
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(begin, end - begin, mmap.MADV_HUGEPAGE)  # refused, nothing is lost

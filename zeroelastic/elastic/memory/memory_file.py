@@ -21,11 +21,11 @@ import torch
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.deepspeed.save.shard_writer import HostMemory
 from zeroelastic.io.atomic import name_in_errors
+from zeroelastic.io.large_pages import LARGE_PAGE, advise, large_pages_pay
 from zeroelastic.torch_file.image import Pages
 
 _SLACK = 64 << 10
 _PAGE = mmap.PAGESIZE
-_LARGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _SPARED = 256 << 20
@@ -127,9 +127,9 @@ def _num_pages(nbytes: int) -> int:
 
 def _map(fd: int, nbytes: int) -> tuple[Pages, memoryview]:
     """Map the file's first ``nbytes`` bytes at an address where pages of 2 MiB may begin."""
-    room = Pages(-1, nbytes + _LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
+    room = Pages(-1, nbytes + LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
     first = room.address()
-    skipped = -first % _LARGE_PAGE
+    skipped = -first % LARGE_PAGE
     map_file = ctypes.CDLL(None, use_errno=True).mmap
     map_file.restype = ctypes.c_void_p
     map_file.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -141,19 +141,17 @@ def _map(fd: int, nbytes: int) -> tuple[Pages, memoryview]:
 
 
 def _use_large_pages(fd: int, memory: memoryview, begin: int, end: int) -> None:
-    """Use pages of 2 MiB between two sizes of the file, as far as the system has them.
+    """Use pages of 2 MiB between two sizes of the file, if they pay and as far as the system has them.
 
     A page is made of the pages in its place, of which there must be one.
     """
-    first, last = -(-begin // _LARGE_PAGE), end // _LARGE_PAGE
-    if first >= last:
+    first, last = -(-begin // LARGE_PAGE), end // LARGE_PAGE
+    if first >= last or not large_pages_pay():
         return
     for number in range(first, last):
-        os.pwrite(fd, b"\0", number * _LARGE_PAGE)
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        os.pwrite(fd, b"\0", number * LARGE_PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    advise(address + first * _LARGE_PAGE, (last - first) * _LARGE_PAGE, _MADV_COLLAPSE)  # refused, nothing is lost
+    advise(address + first * LARGE_PAGE, (last - first) * LARGE_PAGE, _MADV_COLLAPSE)
 
 
 def require_memory(directory: Path, nbytes: int) -> None:
