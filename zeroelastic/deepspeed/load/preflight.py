@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from zeroelastic.checkpoint.contradictions import only_values, shard_facts, shard_values, values_sentence
-from zeroelastic.checkpoint.module_weights import SAMPLE, ComparedWeights, compare_weights, other_weights
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.param_changes import renamed_base_weights
-from zeroelastic.checkpoint.saved_state import trained_part
+from zeroelastic.checkpoint.saved_state import SAMPLE, ComparedWeights, compare_weights, other_weights, trained_part
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
 from zeroelastic.deepspeed.live.kinds import covered_live

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.module_weights import compare_weights, other_weights
+from zeroelastic.checkpoint.saved_state import compare_weights, other_weights
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.checkpoint.tag_headers import CopySums, Problem, TagHeaders, sum_copies
 from zeroelastic.core.digest import content_root
