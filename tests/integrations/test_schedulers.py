@@ -7,6 +7,7 @@ that was saved.
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,14 @@ _JOBS = {"DeepSpeed": _deepspeed, "accelerate": _accelerate, "Lightning": _light
 
 
 LIMIT_S = 400.0
+FIRST_HALF = {*random.Random(1).sample([*MAKE], len(MAKE) // 2)}
+FRAMEWORKS = {
+    "DeepSpeed": {*MAKE},
+    "accelerate": {*MAKE},
+    "Lightning": FIRST_HALF,
+    "Trainer": {*MAKE} - FIRST_HALF,
+}
+"""Of two frameworks each scheduler has one; `make sweep` runs all with both."""
 
 
 def test_the_table_has_every_scheduler_of_torch() -> None:
@@ -284,10 +293,18 @@ SHOWN = pytest.mark.support(
 )
 
 
-@pytest.mark.parametrize("framework", ["DeepSpeed", pytest.param("accelerate", marks=SHOWN), "Lightning", "Trainer"])
-def test_every_scheduler_goes_on(frameworks_pool: RankPool, tmp_path: Path, framework: str) -> None:
+@pytest.mark.parametrize(
+    ("framework", "names"),
+    [
+        *(
+            pytest.param(name, sorted(names), marks=[SHOWN] * (name == "accelerate"), id=name)
+            for name, names in FRAMEWORKS.items()
+        ),
+        *(pytest.param(name, [*MAKE], marks=pytest.mark.sweep, id=f"{name}, all") for name in ("Lightning", "Trainer")),
+    ],
+)
+def test_every_scheduler_goes_on(frameworks_pool: RankPool, tmp_path: Path, framework: str, names: list[str]) -> None:
     """And once more, back at the first number."""
-    names = list(MAKE)
     whole = frameworks_pool.run(rates_of, 2, framework, str(tmp_path), names, 0, timeout=LIMIT_S)[0]
     for world_size, start in ((3, SAVED), (2, AGAIN)):
         seen = frameworks_pool.run(rates_of, world_size, framework, str(tmp_path), names, start, timeout=LIMIT_S)

@@ -7,24 +7,21 @@ of ranks.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+from extended import with_swept
 from torn_jobs import FIRST, LAST, SECOND, Case, Run, another_trainer, distinct, resume, save_twice
 
 from zeroelastic.testing import RankError, RankPool, compare_states
 
-CASES = [
-    Case(framework, is_used, is_async, exchanges)
-    for framework in ("accelerate", "Trainer", "Lightning", "Fabric")
-    for is_used, is_async, exchanges in (
-        (True, False, True),
-        (True, False, False),
-        (True, True, True),
-        (False, False, True),
-        (False, True, True),
-    )
-]
+FRAMEWORKS = ("accelerate", "Trainer", "Lightning", "Fabric")
+RENAMED, BEHIND = {"is_used": True, "is_async": False, "exchanges": False}, {"is_used": False, "is_async": True}
+PAIRS = [Case(framework, **how) for framework in FRAMEWORKS for how in (RENAMED, BEHIND)]
+PAIRS += [Case("accelerate", is_used=True, is_async=True), Case("Lightning", is_used=False, is_async=False)]
+"""Each framework with each of what a case may be, and each two of these; real kills have the rest (``KILLS``)."""
+REST = [Case(framework, *how) for framework in FRAMEWORKS for how in itertools.product((True, False), repeat=2)]
 LIMIT_S = 250.0
 SAYS_WHAT_TO_DO = {
     "accelerate": ("CheckpointError: ", "Load another checkpoint, and save into a new directory each time"),
@@ -67,7 +64,7 @@ def check(case: Case, references: list[list[Run]], seen: list[Run], image: Path)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", with_swept(dict.fromkeys([*PAIRS, *REST]), {*REST} - {*PAIRS}), ids=named)
 def test_a_save_that_is_killed_anywhere(frameworks_pool: RankPool, tmp_path: Path, case: Case) -> None:
     references = []
     run = tmp_path / "run"
