@@ -1,4 +1,7 @@
-"""Every optimizer resumes at another world size bit for bit, or is refused by name before anything is harmed."""
+"""Another optimizer goes on from the state of the saved one, or is refused by name before anything is harmed.
+
+That each goes on from its own: load/test_configurations.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from exact_jobs import OPTIMIZERS
-from saves import Saver, check_each, save_once
+from saves import Saver, save_once
 from training import (
     LOSS_RTOL,
     Job,
@@ -46,39 +49,6 @@ STEPS = {"before": 2, "after": 1}
 @pytest.fixture(scope="module")
 def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
     return save_once(rank_pool, tmp_path_factory, **STEPS)
-
-
-NOTES = {
-    "adagrad": "one group: with two DeepSpeed itself fails",
-    "lamb": "a trust ratio over a rank's part makes steps depend on the world size",
-}
-
-
-def batches() -> list[object]:
-    """Optimizers whose runs share a start of ranks, the world sizes of the save and of the resume, and their rows."""
-    names = list(OPTIMIZERS)
-    return [
-        pytest.param(
-            names[first : first + 5],
-            (3, 2 if first % 2 else 4),
-            id=names[first],
-            marks=[
-                pytest.mark.support("Optimizers", OPTIMIZERS[name][1], "exact", NOTES.get(name, ""))
-                for name in names[first : first + 5]
-            ],
-        )
-        for first in range(0, len(names), 5)
-    ]
-
-
-@pytest.mark.parametrize(("names", "sizes"), batches())
-def test_optimizer_resumes_bit_exact_at_another_size(
-    rank_pool: RankPool, tmp_path: Path, names: list[str], sizes: tuple[int, int]
-) -> None:
-    jobs = {name: OPTIMIZERS[name][0] for name in names}
-    runs = {name: (job, job.other()) for name, job in jobs.items()}
-    for name, saved in check_each(rank_pool, runs, sizes, tmp_path, **STEPS).items():
-        assert any(key.startswith("state/") for key in saved.outcome.state) == (name != "plain_sgd")
 
 
 FORMS = {"adamw": "a float32 tensor", "cpu_adam": "a Python int", "fused_adam": "a Python int"}

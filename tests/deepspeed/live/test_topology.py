@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 import training
-from exact_jobs import BUCKETS
 from extended import with_swept
 from saved_files import flip, logged, record_again, record_of, swap
-from saves import Saved, check_each, check_resumed
+from saves import Saved, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
 from training import Job, Outcome, of_all, resume, train_and_save
 
@@ -158,17 +157,6 @@ def test_leaf_modules(rank_pool: RankPool, tmp_path: Path) -> None:
     one, other = with_a_leaf_module, with_a_block
     there_and_back(rank_pool, tmp_path / "a", job, change=one, other_change=other, pairs=((2, 3),))
     there_and_back(rank_pool, tmp_path / "b", job, change=other, other_change=one, pairs=((3, 2),))
-
-
-@pytest.mark.support(
-    "Parallelism and communication",
-    "other `overlap_comm`, `contiguous_gradients`, buckets, persistence",
-    "exact",
-    "than the run that saved",
-)
-def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path) -> None:
-    runs = {name: (Job(zero=one), Job(zero=other).other()) for name, (one, other) in BUCKETS.items()}
-    check_each(rank_pool, runs, (2, 3), tmp_path)
 
 
 def with_quantized_weights(job: Job) -> None:

@@ -25,8 +25,9 @@ from zeroelastic.errors import DigestMismatchError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify
 
-stock = partial(replace, installed=False, elastic=False)
+ALONE: dict[str, Any] = {"installed": False, "elastic": False}
 """The run of DeepSpeed alone."""
+stock = partial(replace, **ALONE)
 
 SECTION = "Parallelism and communication"
 
@@ -115,95 +116,60 @@ class Run(NamedTuple):
 LLAMA, QWEN, NEOX, MIXTRAL = (TopologyJob(model) for model in topologies.MODELS)
 AUTOEP, MOE = TopologyJob("autoep"), TopologyJob("moe", stage=2)
 
-# By what is saved: the runs that resume from it, each of which changes more than one thing.
+
+def change(job: TopologyJob, ranks: int, saved: dict[str, Any], *resumed: tuple[int, dict[str, Any]]) -> Any:
+    """A run with what is saved, and runs that resume from it: ranks, and what the job has in another way."""
+    return Run(ranks, replace(job, **saved)), [Run(number, replace(job, **changes)) for number, changes in resumed]
+
+
 CHANGES: dict[str, tuple[Run, list[Run]]] = {
-    "llama, stage 3, tp 2 of 4": (
-        Run(4, replace(LLAMA, tp=2, precision="bf16")),
-        [
-            Run(3, replace(LLAMA, precision="bf16")),
-            Run(4, replace(LLAMA, tp=4, precision="bf16", elastic=False)),
-            Run(2, replace(LLAMA, tp=2, precision="bf16", stage=2)),
-        ],
+    "llama, stage 3, tp 2 of 4": change(
+        replace(LLAMA, precision="bf16"),
+        *(4, {"tp": 2}),
+        *((3, {}), (4, {"tp": 4, "elastic": False}), (2, {"tp": 2, "stage": 2})),
     ),
-    "llama, stage 3, tp 1": (
-        Run(3, replace(LLAMA, elastic=False)),
-        [Run(4, replace(LLAMA, tp=2)), Run(4, replace(LLAMA, tp=4, stage=1))],
+    "llama of DeepSpeed alone, stage 3, tp 2": change(
+        replace(LLAMA, precision="bf16"), 4, {**ALONE, "tp": 2}, (2, {}), (4, {"tp": 4, "stage": 1})
     ),
-    "qwen3, stage 2, tp 4, offload": (
-        Run(4, replace(QWEN, tp=4, stage=2, offload=True)),
-        [Run(4, replace(QWEN, tp=2, stage=2)), Run(2, replace(QWEN, stage=3, offload=True))],
+    "qwen3 of DeepSpeed alone, stage 2, tp 4, offload": change(
+        replace(QWEN, frozen=True),
+        *(4, {**ALONE, "tp": 4, "stage": 2, "offload": True}),
+        *((4, {"tp": 2, "stage": 2}), (2, {"offload": True})),
     ),
-    "neox, stage 1, tp 2": (
-        Run(2, replace(NEOX, tp=2, stage=1)),
-        [Run(4, replace(NEOX, tp=4, stage=1)), Run(3, replace(NEOX, stage=2)), Run(4, replace(NEOX, tp=2, stage=3))],
+    "neox, stage 1, tp 1": change(NEOX, 3, {"stage": 1}, (4, {"tp": 4, "stage": 1}), (4, {"tp": 2})),
+    "mixtral, stage 2, tp 2": change(
+        replace(MIXTRAL, precision="bf16"), 4, {"tp": 2, "stage": 2}, (4, {"tp": 4}), (1, {"stage": 2})
     ),
-    "mixtral, stage 2, tp 2": (
-        Run(4, replace(MIXTRAL, tp=2, stage=2, precision="bf16")),
-        [
-            Run(4, replace(MIXTRAL, tp=4, stage=3, precision="bf16")),
-            Run(1, replace(MIXTRAL, stage=2, precision="bf16")),
-        ],
+    "adapters, stage 3, tp 2": change(replace(LLAMA, adapters=True), 2, {"tp": 2}, (2, {}), (4, {"tp": 2, "stage": 2})),
+    "AutoEP, stage 3, ep 2 of 4": change(
+        replace(AUTOEP, precision="bf16"),
+        *(4, {"ep": 2}),
+        *((4, {"ep": 4, "elastic": False}), (3, {}), (2, {"ep": 2, "stage": 2})),
     ),
-    "adapters, stage 3, tp 2": (
-        Run(2, replace(LLAMA, tp=2, adapters=True)),
-        [Run(2, replace(LLAMA, adapters=True)), Run(4, replace(LLAMA, tp=2, adapters=True, stage=2))],
+    "AutoEP, stage 2, ep 4, offload, experts frozen": change(
+        replace(AUTOEP, frozen_experts=True),
+        *(4, {"ep": 4, "stage": 2, "offload": True}),
+        *((2, {"stage": 2}), (4, {"ep": 2, "stage": 1}), (2, {"ep": 2})),
     ),
-    "AutoEP, stage 3, ep 2 of 4": (
-        Run(4, replace(AUTOEP, ep=2, precision="bf16")),
-        [
-            Run(4, replace(AUTOEP, ep=4, precision="bf16", elastic=False)),
-            Run(3, replace(AUTOEP, precision="bf16")),
-            Run(2, replace(AUTOEP, ep=2, precision="bf16", stage=2)),
-        ],
+    "AutoEP of DeepSpeed alone, stage 3, ep 2": change(AUTOEP, 4, {**ALONE, "ep": 2}, (1, {}), (4, {"ep": 4})),
+    "AutoEP of DeepSpeed alone, stage 1, ep 4": change(
+        replace(AUTOEP, stage=1, precision="bf16"), 4, {**ALONE, "ep": 4}, (2, {}), (4, {"ep": 2})
     ),
-    "AutoEP, stage 2, ep 4, offload": (
-        Run(4, replace(AUTOEP, ep=4, stage=2, offload=True)),
-        [Run(2, replace(AUTOEP, ep=1, stage=2)), Run(4, replace(AUTOEP, ep=2, stage=1)), Run(2, replace(AUTOEP, ep=2))],
+    "MoE, stage 2, ep 2 of 4": change(
+        replace(MOE, precision="bf16"),
+        *(4, {"ep": 2}),
+        *((4, {"ep": 4}), (3, {}), (2, {"ep": 2, "stage": 1, "offload": True})),
     ),
-    "MoE, stage 2, ep 2 of 4": (
-        Run(4, replace(MOE, ep=2, precision="bf16")),
-        [
-            Run(4, replace(MOE, ep=4, precision="bf16")),
-            Run(3, replace(MOE, precision="bf16")),
-            Run(2, replace(MOE, ep=2, stage=1, precision="bf16", offload=True)),
-        ],
+    "MoE, stage 1, ep 2, all kinds frozen": change(
+        replace(MOE, frozen=True, frozen_experts=True, precision="bf16"),
+        4,
+        {"ep": 2, "stage": 1},
+        (4, {"ep": 4}),
+        (3, {}),
     ),
-    "AutoEP, stage 2, ep 2, experts frozen": (
-        Run(4, replace(AUTOEP, ep=2, stage=2, frozen_experts=True)),
-        [
-            Run(4, replace(AUTOEP, ep=4, stage=1, frozen_experts=True)),
-            Run(3, replace(AUTOEP, stage=2, frozen_experts=True)),
-        ],
-    ),
-    "MoE, stage 1, ep 2, all kinds frozen": (
-        Run(4, replace(MOE, ep=2, stage=1, frozen=True, frozen_experts=True, precision="bf16")),
-        [
-            Run(4, replace(MOE, ep=4, frozen=True, frozen_experts=True, precision="bf16")),
-            Run(3, replace(MOE, frozen=True, frozen_experts=True, precision="bf16")),
-        ],
-    ),
-    "llama of DeepSpeed alone, stage 3, tp 2": (
-        Run(4, stock(LLAMA, tp=2, precision="bf16")),
-        [Run(2, replace(LLAMA, precision="bf16")), Run(4, replace(LLAMA, tp=4, precision="bf16"))],
-    ),
-    "qwen3 of DeepSpeed alone, stage 2, tp 2, offload": (
-        Run(4, stock(QWEN, tp=2, stage=2, frozen=True, offload=True)),
-        [Run(2, replace(QWEN, tp=2, stage=2, frozen=True, offload=True))],
-    ),
-    "AutoEP of DeepSpeed alone, stage 3, ep 2": (
-        Run(4, stock(AUTOEP, ep=2)), [Run(1, AUTOEP), Run(4, replace(AUTOEP, ep=4))]
-    ),
-    "AutoEP of DeepSpeed alone, stage 1, ep 4": (
-        Run(4, stock(AUTOEP, ep=4, stage=1, precision="bf16")),
-        [
-            Run(2, replace(AUTOEP, stage=1, precision="bf16")),
-            Run(4, replace(AUTOEP, ep=2, stage=1, precision="bf16")),
-        ],
-    ),
-    "MoE of DeepSpeed alone, stage 2, ep 2": (
-        Run(4, stock(MOE, ep=2)), [Run(2, replace(MOE, ep=2)), Run(4, replace(MOE, ep=4))]
-    ),
-}  # fmt: skip
+    "MoE of DeepSpeed alone, stage 2, ep 2": change(MOE, 4, {**ALONE, "ep": 2}, (2, {"ep": 2}), (4, {"ep": 4})),
+}
+"""By what is saved: the runs that resume from it, each of which changes more than one thing."""
 
 
 ROWS = {

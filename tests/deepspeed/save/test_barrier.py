@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from programs import wait_for
 from training import Job, build_engine, train_step
 
 from zeroelastic.elastic import set_collective_timeout
@@ -38,7 +39,10 @@ def raised(action: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def save_late(directory: str) -> list[tuple[str, str, float]]:
-    """Rank 2 comes late to a save, then to the middle of another one, rank 0 to the end of one; then all are there."""
+    """Rank 2 comes late to a save, then to the middle of another one, rank 0 to the end of one; then all are there.
+
+    The late rank comes when the others have given it up.
+    """
     from zeroelastic.deepspeed.save import shard_writer
     from zeroelastic.deepspeed.save.barrier import SaveBarrier
 
@@ -47,29 +51,31 @@ def save_late(directory: str) -> list[tuple[str, str, float]]:
     engine.save_checkpoint(directory, tag="good")
     write = shard_writer.write_torch_file
 
-    def sleep(rank: int = 2) -> None:
+    def be_late(tag: str, rank: int) -> None:
         if dist.get_rank() == rank:
-            time.sleep(6.0)
+            wait_for(lambda: len([*Path(directory).parent.glob(f"{tag} without *")]) == 2, "the others give up")
 
-    def sleep_and_check(barrier: SaveBarrier) -> bool:
-        sleep(0)
+    def save(tag: str) -> tuple[str, str, float]:
+        outcome = raised(lambda: engine.save_checkpoint(directory, tag=tag))
+        Path(directory).with_name(f"{tag} without {dist.get_rank()}").touch()
+        dist.barrier()
+        return outcome
+
+    def check_late(barrier: SaveBarrier) -> bool:
+        be_late("stopped", 0)
         return check(barrier)
 
-    def slow_write(*args: Any, **kwargs: Any) -> Any:
-        sleep()
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        be_late("slow", 2)
         return write(*args, **kwargs)
 
-    sleep()
-    outcomes = [raised(lambda: engine.save_checkpoint(directory, tag="late"))]
-    dist.barrier()
-    shard_writer.write_torch_file = slow_write
-    outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
-    shard_writer.write_torch_file = write
-    dist.barrier()
-    check, SaveBarrier.is_given_up = SaveBarrier.is_given_up, sleep_and_check  # type: ignore[method-assign]
-    outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="stopped")))
-    SaveBarrier.is_given_up = check  # type: ignore[method-assign]
-    dist.barrier()
+    be_late("late", 2)
+    outcomes = [save("late")]
+    with mock.patch.object(shard_writer, "write_torch_file", write_late):
+        outcomes.append(save("slow"))
+    check = SaveBarrier.is_given_up
+    with mock.patch.object(SaveBarrier, "is_given_up", check_late):
+        outcomes.append(save("stopped"))
     left = sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
     outcomes.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
     dist.barrier()
@@ -80,7 +86,8 @@ def save_late(directory: str) -> list[tuple[str, str, float]]:
 @pytest.mark.support(SAVING, "a rank that does not arrive within `save_timeout_s`", "refused", "named on every rank")
 def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
     """The late one gets the same error when it comes, and the next save goes well."""
-    results = rank_pool.run(save_late, 3, str(tmp_path))
+    results = rank_pool.run(save_late, 3, str(tmp_path / "run"))
+    tmp_path /= "run"
     for outcomes in results:
         (kind, said, _), (slow_kind, slow_said, _), (stopped_kind, stopped_said, _), (left, latest, _) = outcomes
         assert kind == slow_kind == stopped_kind == "AbsentRankError"

@@ -22,10 +22,10 @@ import pytest
 import torch.distributed as dist
 from extended import with_swept
 from places import TESTS
-from programs import run_python
+from programs import run_python, wait_for
 from saved_files import logged, record_of
 from saves import MOUNTS_NEED, Nodes, Saved, Saver, can_mount, check_resumed, on_nodes, save_once
-from stores import S3Server, forget_clients
+from stores import Request, S3Server, forget_clients
 from training import Job, Outcome, build_engine, look, raised, resume, train_step
 
 import zeroelastic
@@ -54,7 +54,7 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
     return save_once(rank_pool, tmp_path_factory)
 
 
-@pytest.fixture(params=["s3", "file"])
+@pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of an empty store."""
     if request.param == "file":
@@ -135,13 +135,14 @@ def save_and_upload(job: Job, directory: str) -> tuple[Outcome, list[Any]]:
 
 @support(SECTION, '`"upload"`: committed tags uploaded to `s3://` and other stores, behind training', "exact")
 @pytest.mark.parametrize(
-    "job",
+    ("store", "job"),
     [
-        pytest.param(Job(), id="stage 3"),
-        pytest.param(Job(stage=2), id="stage 2", marks=pytest.mark.extended),
-        pytest.param(Job(elastic=False), id="rigid"),
-        pytest.param(Job(options={"verify": True, "async_save": True}), id="background"),
+        pytest.param("s3", Job(), id="s3, stage 3"),
+        pytest.param("file", Job(stage=2), id="file, stage 2"),
+        pytest.param("file", Job(elastic=False), id="file, rigid"),
+        pytest.param("s3", Job(options={"verify": True, "async_save": True}), id="s3, background"),
     ],
+    indirect=["store"],
 )
 def test_what_is_uploaded_resumes_at_other_sizes(rank_pool: RankPool, store: str, tmp_path: Path, job: Job) -> None:
     with_upload = replace(job, options={**job.options, "upload": store})
@@ -291,6 +292,7 @@ def upload_killed(run: str, url: str, at: int) -> None:
 
 
 @support(SECTION, "kill -9 at any moment of an upload", "exact", "no tag has a record without its files")
+@pytest.mark.parametrize("store", [pytest.param("s3", marks=pytest.mark.extended), "file"], indirect=True)
 def test_wherever_an_upload_is_killed_each_tag_with_a_record_is_whole(
     rank_pool: RankPool, saved: Saver, store: str, tmp_path: Path
 ) -> None:
@@ -456,7 +458,7 @@ def test_the_record_waits_for_the_files_of_all_nodes(saved: Saver, tmp_path: Pat
 
 
 def save_three(job: Job, directory: str) -> list[str]:
-    """Save after each of three steps, faster than the store takes it; the tags on the disk at the end."""
+    """Save after each of three steps, before the store takes anything; the tags on the disk at the end."""
     engine = build_engine(job)
     for step in range(3):
         train_step(engine, step)
@@ -472,7 +474,12 @@ def save_three(job: Job, directory: str) -> list[str]:
 
 def test_keep_removes_no_tag_that_waits_for_its_upload(rank_pool: RankPool, calm: S3Server, tmp_path: Path) -> None:
     url = calm.url("keep")
-    calm.fault = lambda request: "slow" if request.method == "PUT" else None
+
+    def hold(request: Request) -> None:
+        if request.method == "PUT":
+            wait_for((tmp_path / "global_step3" / RECORD_NAME).exists, "the third save")
+
+    calm.fault = hold
     job = Job(options={"keep": 1, "upload": url})
     kept = rank_pool.run(save_three, 2, job, str(tmp_path))[0]
     calm.fault = None
@@ -487,7 +494,7 @@ def test_keep_removes_no_tag_that_waits_for_its_upload(rank_pool: RankPool, calm
 @pytest.mark.starts_processes
 def test_the_end_of_the_job_waits_for_the_last_upload(calm: S3Server, tmp_path: Path, options: dict[str, Any]) -> None:
     url = calm.url(f"end-{len(options)}")
-    calm.fault = lambda request: "slow" if request.method == "PUT" else None
+    calm.fault = lambda request: "slow" if request.method == "PUT" and RECORD_NAME in request.path else None
     done = end_after_save(tmp_path, {**options, "upload": url})
     calm.fault = None
     assert done.returncode == 0, done.stderr
@@ -499,7 +506,7 @@ def test_the_end_of_the_job_waits_for_the_last_upload(calm: S3Server, tmp_path: 
 def test_a_job_does_not_wait_longer_than_its_limit(calm: S3Server, tmp_path: Path) -> None:
     calm.fault = lambda request: "stall" if request.method == "PUT" else None
     began = time.monotonic()
-    done = end_after_save(tmp_path, {"upload": calm.url("limit"), "save_timeout_s": 3.0})
+    done = end_after_save(tmp_path, {"upload": calm.url("limit"), "save_timeout_s": 1.0})
     calm.stalled.set()
     calm.fault = None
     assert done.returncode == 0 and time.monotonic() - began < 55
