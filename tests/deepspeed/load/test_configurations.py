@@ -20,6 +20,7 @@ from exact_jobs import BUCKETS, OPTIMIZERS, PRECISIONS
 from saves import Saved, check_resumed, resume_each, save_each
 from training import Job
 
+from zeroelastic import verify
 from zeroelastic.testing import RankPool
 
 SEED = int(os.environ.get("ZEROELASTIC_SEED", "1"))
@@ -194,6 +195,8 @@ def test_a_configuration_resumes_bit_exact_at_another_size(rank_pool: RankPool, 
         check_resumed(saved, [outcomes[number] for outcomes in resumed], job, what=name)
         assert resumed[0][number].report.root_matches is (True if job.installed else None), name
         check_kinds(name, saved.outcome.state)
+        found = verify(saved.directory)
+        assert found.problems == () and not any("do not say which" in clause for clause in found.unchecked), name
 
 
 def check_kinds(name: str, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Engines without an optimizer, which evaluate: weights, buffers and frozen parameters load at any size.
 
+Saves of them are refused by name.
+
 DeepSpeed makes them at ZeRO stage 3 and loads nothing into them: at the size that saved it fails, at another one some
 ranks do and the others wait.
 """
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from training import Job, of_all
+from training import Job, of_all, raised
 
 from zeroelastic.elastic import resume
 from zeroelastic.testing import RankPool
@@ -55,6 +57,7 @@ def evaluate(job: Job, directory: str, extra: str = "", **load: Any) -> Any:
     config = training.ds_config(replace(job, stage=3))
     engine = deepspeed.initialize(model=training.build_model(replace(job, extra=extra)), config=config)[0]
     before = weights(engine)
+    assert raised(lambda: engine.save_checkpoint(directory))[0] == "UnsupportedError"
     try:
         path, client_state = engine.load_checkpoint(directory, **load)
     except Exception as error:

@@ -1,4 +1,7 @@
-"""The first load of a process: every element of its new memory is written once, and the report counts all seconds."""
+"""The first load of a process: every element of its new memory is written once, and the report counts all seconds.
+
+``"verify": "read"`` shows the whole live state, wherever it lies, without a second pass over any of it.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,20 @@ from saves import Saved, check_resumed, save_each
 from training import Job, Outcome, build_engine, resume, train_and_save, train_step
 
 from zeroelastic.deepspeed.engine_state import state_of
-from zeroelastic.deepspeed.live import live_optimizer
+from zeroelastic.deepspeed.live import digests, live_optimizer
+from zeroelastic.deepspeed.live.digests import digest_pieces
 from zeroelastic.errors import CheckpointError
 from zeroelastic.observers import subscribe
 from zeroelastic.testing import RankPool
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+READ = {"verify": "read"}
 JOBS = {
-    "stage 3": Job(),
-    "stage 3, offloaded, read": Job(optimizer="cpu_adam", zero=OFFLOAD, options={"verify": "read"}),
-    "stage 2": Job(stage=2),
-    "stage 2, offloaded": Job(stage=2, zero=OFFLOAD),
+    "stage 3, full": Job(),
+    "stage 3, fp32": Job(precision="fp32", options=READ),
+    "stage 3, offloaded": Job(optimizer="cpu_adam", zero=OFFLOAD, options=READ),
+    "stage 2": Job(stage=2, options=READ),
+    "stage 2, offloaded": Job(stage=2, zero=OFFLOAD, options=READ),
 }
 
 
@@ -50,13 +56,15 @@ def states(engine: Any) -> list[dict[str, Any]]:
     return [state for state in engine.optimizer.optimizer.state.values() if state]
 
 
-def resume_in_dirty_memory(job: Job, directory: str) -> tuple[Outcome, int]:
-    """The outcome of a resume, and how many tensors of state were made for it."""
+def resume_in_dirty_memory(job: Job, directory: str) -> tuple[Outcome, int, int]:
+    """The outcome of a resume, how many tensors of state were made for it, and how many with elements were digested."""
     looked = []
 
     def wrapped(load: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        with dirty_memory() as made:
+        with dirty_memory() as made, mock.patch.object(digests, "digest_pieces", wraps=digest_pieces) as digested:
             result = load(engine, *args, **kwargs)
+        pieces = [piece for call in digested.call_args_list for piece in call.args[0]]
+        looked.append(sum(piece.tensor.numel() > 0 for piece in pieces))
         flats = [value for state in states(engine) for value in state.values() if isinstance(value, torch.Tensor)]
         assert flats and not any(flat.isnan().any() for flat in flats), "memory that nothing was written to"
         looked.append(len(made))
@@ -71,10 +79,12 @@ def resume_in_dirty_memory(job: Job, directory: str) -> tuple[Outcome, int]:
     with mock.patch.object(
         DeepSpeedEngine, "load_checkpoint", lambda engine, *args, **kwargs: wrapped(load, engine, *args, **kwargs)
     ):
-        return resume(job, directory), looked[0]
+        outcome = resume(job, directory)
+    num_digested, num_made = looked
+    return outcome, num_made, num_digested
 
 
-def resume_each_in_dirty_memory(jobs: list[Job], directory: str) -> list[tuple[Outcome, int]]:
+def resume_each_in_dirty_memory(jobs: list[Job], directory: str) -> list[tuple[Outcome, int, int]]:
     return [resume_in_dirty_memory(job, f"{directory}/{number}") for number, job in enumerate(jobs)]
 
 
@@ -84,15 +94,16 @@ def test_every_element_of_new_memory_is_written(rank_pool: RankPool, tmp_path: P
     found = rank_pool.run(resume_each_in_dirty_memory, 3, [job.other() for job in jobs], str(tmp_path), timeout=300)
     for number, (name, job) in enumerate(JOBS.items()):
         results = [of_rank[number] for of_rank in found]
-        assert all(made >= 2 for _, made in results), name
+        assert all(made >= 2 and (digested > 5) == ("full" in name) for _, made, digested in results), name
+        assert all(digested == 0 for *_, digested in results) == (job.options == READ), name
         saved = Saved(f"{tmp_path}/{number}", saves[number])
-        check_resumed(saved, [outcome for outcome, _ in results], job, what=name)
+        check_resumed(saved, [outcome for outcome, *_ in results], job, what=name)
 
 
 def test_so_is_the_state_of_parameters_that_are_newly_trained(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(train_and_save, 2, Job(), str(tmp_path))
     job = Job(frozen=False, options={"verify": True, "on_mismatch": "initialize"}, sub_group_size=10**6)
-    for outcome, made in rank_pool.run(resume_in_dirty_memory, 3, job, str(tmp_path)):
+    for outcome, made, _ in rank_pool.run(resume_in_dirty_memory, 3, job, str(tmp_path)):
         assert made >= 2 and any("as before a first step" in line for line in outcome.report.changed)
 
 

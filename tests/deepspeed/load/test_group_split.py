@@ -211,23 +211,6 @@ def test_what_took_no_step_is_saved_and_loaded(rank_pool: RankPool, tmp_path: Pa
         assert compare_states(truth, state) == []
 
 
-def resume_and_save(job: Job, directory: str, target: str) -> None:
-    engine = build_engine(job)
-    engine.load_checkpoint(directory)
-    engine.save_checkpoint(target)
-
-
-def test_the_content_root_stays_through_every_stage(rank_pool: RankPool, tmp_path: Path) -> None:
-    """3 -> 2 -> 1 (twice) -> 2 -> 3 at five sizes, each loaded and saved again: nothing changes."""
-    rank_pool.run(train_and_save, 2, Job(), str(tmp_path / "0"), timeout=LIMIT_S)
-    roots = {zeroelastic.verify(tmp_path / "0").content_root}
-    for number, run in enumerate([Run(2, 3, DEALT), FP32_SUMS(2), Run(1, 1), Run(2, 4), Run(3, 2)]):
-        directories = [str(tmp_path / str(at)) for at in (number, number + 1)]
-        rank_pool.run(resume_and_save, run.ranks, run.job(Job()).other(), *directories, timeout=LIMIT_S)
-        roots.add(zeroelastic.verify(directories[1]).content_root)
-    assert len(roots) == 1
-
-
 def stock_resume(job: Job, directory: str) -> Outcome:
     engine = build_engine(job)
     path, _ = engine.load_checkpoint(directory)

@@ -1,4 +1,4 @@
-"""Runs with slices that go on: at one size after another, from older tags, past damage, and from disks of nodes.
+"""Runs with slices that go on: at one size after another, from older tags, and past damage from disks of nodes.
 
 What each load restores is compared with what was saved by ``topologies.logical_state``, which shares no code with it.
 """
@@ -15,7 +15,6 @@ from saves import Nodes, on_nodes
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic
-from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.testing import RankPool
 
 FALLBACK = {"fallback": True}
@@ -89,30 +88,6 @@ def test_a_run_goes_from_size_to_size_and_back_to_an_older_tag(
         assert went.tag == "three" and not differences(weights(third.saved), weights(went.loaded)), flag
     whole = topology_pool.run(go_on, 3, at(job, 1), directory, load_module_strict=False)[0]
     assert not differences(third.saved, whole.loaded)
-
-
-def flip_a_bit(tag: Path, rank: int) -> None:
-    """In what a rank's file, or that of a frozen expert of this number, has of some tensor."""
-    checkpoint = open_checkpoint(tag)
-    frozen = None if checkpoint.frozen.experts is None else checkpoint.frozen_extents(rank)
-    if frozen is not None and frozen.param_paths is not None:
-        number = int(frozen.offset.argmax())
-        path, offset = Path(str(frozen.param_paths[number])), int(frozen.offset[number])
-    else:
-        extents = checkpoint.shard(rank).extents["exp_avg"]
-        path, offset = Path(str(extents.path)), int(extents.offset.max())
-    flip(path, offset + 1)
-
-
-@pytest.mark.parametrize("name", SLICED)
-def test_a_load_falls_back_past_a_damaged_slice(topology_pool: RankPool, tmp_path: Path, name: str) -> None:
-    job, directory = SLICED[name], str(tmp_path)
-    older, _, _ = topology_pool.run(start, 4, job, directory, "one", "two", "three")[0]
-    flip_a_bit(tmp_path / "three", 3)
-    victim = "layer_0_expert_3_mp_rank_00_model_states.pt" if job.stage == 2 else "zero_pp_rank_1_mp_rank_01_"
-    next(path for path in sorted((tmp_path / "two").iterdir()) if path.name.startswith(victim)).unlink()
-    for went in topology_pool.run(go_on, 4, at(job, 4, zeroelastic=FALLBACK), directory):
-        assert went.tag == "one" and not differences(older, went.loaded)
 
 
 ON_NODES = {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from extended import with_swept
 from saved_files import record_of
-from training import Job, Outcome, build_engine, build_model, ds_config, look, resume, train_step
+from training import Job, Outcome, build_engine, look, resume, train_step
 
 import zeroelastic
 from zeroelastic.testing import RankPool, compare_states
@@ -202,49 +202,3 @@ def save_and_load_at_odd_times(job: Job, directory: str) -> None:
 def test_saves_and_loads_at_odd_times(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(zero={"stage3_gather_16bit_weights_on_model_save": True})
     rank_pool.run(save_and_load_at_odd_times, 2, job, str(tmp_path))
-
-
-def use_without_an_optimizer(job: Job, directory: str, source: str) -> list[Any]:
-    """An engine that only infers: what its save and its loads do (DeepSpeed gives it no checkpoint engine to write
-    with), and the weights that it then has."""
-    import deepspeed
-
-    if job.installed:
-        zeroelastic.install()
-    config = ds_config(job)
-    engine, *_ = deepspeed.initialize(model=build_model(job), config=config)
-    seen: list[Any] = [type(engine.optimizer).__name__]
-    for call in (
-        lambda: engine.save_checkpoint(directory, tag="tag"),
-        lambda: engine.load_checkpoint(source, load_module_only=True)[0],
-        lambda: engine.save_16bit_model(directory, "weights.bin"),
-    ):
-        try:
-            seen.append(call())
-        except Exception as error:
-            seen.append((type(error).__name__, str(error)))
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        seen.append([(name, float(p.detach().float().sum())) for name, p in engine.module.named_parameters()])
-    return seen
-
-
-def test_an_engine_without_an_optimizer_says_that_it_is_not_saved_and_loads_where_deepspeed_cannot(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    source, job = str(tmp_path / "source"), Job(zero={"stage3_gather_16bit_weights_on_model_save": True})
-    rank_pool.run(save_once, 1, job, source)
-    directory = str(tmp_path / "infer")
-    alone, ours = (
-        rank_pool.run(use_without_an_optimizer, 1, replace(job, installed=installed), directory, source)[0]
-        for installed in (False, True)
-    )
-    (kind, saved, loaded, weights, _), (_, saved_alone, loaded_alone, weights_alone, _) = ours, alone
-    assert (kind, weights) == ("DeepSpeedZeRoOffload", weights_alone)
-    assert (saved[0], saved_alone[0]) == ("UnsupportedError", "AttributeError")
-    assert str(loaded).startswith(source) and loaded_alone[0] == "AttributeError"
-
-
-def save_once(job: Job, directory: str) -> None:
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory)
