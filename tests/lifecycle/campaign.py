@@ -3,8 +3,7 @@
     python tests/lifecycle/campaign.py --actions 3000 --seed 1 --out benchmarks/results
     python tests/lifecycle/campaign.py --replay '[["start", {"job": "a", "world_size": 1}], ...]'
 
-A failure ends its sequence and not the campaign. It is played again without one action after the other, until none can
-go, and what is left is written down; failures that say the same are counted and not made shorter again.
+A failure ends its sequence and not the campaign. The sequence is written down; failures that say the same are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,22 +31,19 @@ from lifecycle.world import Failed, World  # noqa: E402
 
 Sequence_ = list[tuple[str, dict[str, Any]]]
 STEPS, PROGRAM_STEPS = 25, 10
-SAVING, COMPARING = {"save", "preempt"}, {"load", "resume", "load_during_save", "reshard", "read"}
+SAVING, COMPARING = {"save", "preempt"}, {"load", "resume", "load_during_save"}
 """Actions; a program has one of each."""
 
 
 @dataclass
 class Failure:
-    """What failed, after the shortest sequence that was found for it."""
+    """What failed, and after which sequence."""
 
     says: str
     sequence: Sequence_
     kind: dict[str, Any]
     """Of the jobs."""
     times: int = 1
-    replays: int = 0
-    repeated: bool = True
-    """Whether the same sequence failed the same way when it was played again."""
 
 
 def kind_of(says: str) -> str:
@@ -60,14 +55,13 @@ def kind_of(says: str) -> str:
 class Campaign:
     """Counts what was done, and keeps one failure of each kind."""
 
-    def __init__(self, server: Server, scratch: Path, *, replays: int = 30, stage: int | None = 3) -> None:
-        self.server, self.scratch, self.replays, self.stage = server, scratch, replays, stage
+    def __init__(self, server: Server, scratch: Path, *, stage: int | None = 3) -> None:
+        self.server, self.scratch, self.stage = server, scratch, stage
         self.counts: Counter[str] = Counter()
         self.sequences = 0
         self.slowest: tuple[float, str] = (0.0, "")
         self.failures: dict[str, Failure] = {}
         self.programs: list[dict[str, Any]] = []
-        self._number = 0
 
     def ended(self, world: World, failed: Failed | None) -> None:
         self.counts.update(world.counts)
@@ -86,28 +80,9 @@ class Campaign:
         self.failures[kind] = Failure(str(failed), list(world.log), world.kind)
         print(f"FAILED {kind}: {json.dumps(asdict(self.failures[kind]))}", file=sys.stderr, flush=True)
 
-    def shorten(self) -> None:
-        for kind, failure in self.failures.items():
-            self._shorten(kind, failure)
-
-    def _shorten(self, kind: str, failure: Failure) -> None:
-        def fails(sequence: Sequence_) -> bool:
-            failure.replays += 1
-            says = self.replay(sequence, failure.kind)
-            if says is None or kind_of(says) != kind:
-                return False
-            failure.says = says
-            return True
-
-        if not fails(failure.sequence):
-            failure.repeated = False
-            return
-        failure.sequence = shortened(failure.sequence, fails, self.replays)
-
     def replay(self, sequence: Sequence_, kind: dict[str, Any]) -> str | None:
         """What fails in a sequence, if anything does."""
-        self._number += 1
-        world = World(self.server, self.scratch / f"replay{self._number}", kind=kind)
+        world = World(self.server, self.scratch / "replay", kind=kind)
         try:
             for name, params in sequence:
                 world.act(name, **params)
@@ -138,24 +113,6 @@ class Campaign:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def shortened(sequence: Sequence_, fails: Callable[[Sequence_], bool], most: int) -> Sequence_:
-    """The sequence without what it fails without: halves, quarters, ... single actions."""
-    size, tried = len(sequence) // 2, 0
-    while size >= 1:
-        at, changed = 0, False
-        while at < len(sequence) and tried < most:
-            shorter = sequence[:at] + sequence[at + size :]
-            tried += 1
-            if shorter and fails(shorter):
-                sequence, changed = shorter, True
-            else:
-                at += size
-        size = size // 2 if not changed or size > 1 else 1
-        if tried >= most:
-            break
-    return sequence
 
 
 def commit() -> str:
@@ -197,7 +154,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actions", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--replays", type=int, default=30, help="at most, to make a failing sequence shorter")
     parser.add_argument("--replay", help="a sequence, as JSON")
     parser.add_argument("--kind", type=json.loads, default={}, help="of the jobs of --replay, as JSON")
     parser.add_argument("--programs", type=int, help="that many sequences, each with another kind of jobs")
@@ -207,7 +163,7 @@ def main() -> None:
     began = time.monotonic()
     name = "lifecycle" if chosen.stage == 3 else f"lifecycle_stage{chosen.stage}"
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
-        campaign = Campaign(server, Path(directory), replays=chosen.replays, stage=chosen.stage)
+        campaign = Campaign(server, Path(directory), stage=chosen.stage)
         if chosen.replay:
             says = campaign.replay(json.loads(chosen.replay), chosen.kind)
             print(says or "nothing fails")
@@ -216,7 +172,6 @@ def main() -> None:
             campaign.run_programs(number=chosen.programs, seed=chosen.seed)
         else:
             campaign.run(actions=chosen.actions, seed=chosen.seed)
-        campaign.shorten()
     result = document(campaign, seed=chosen.seed, seconds=time.monotonic() - began)
     if chosen.programs:
         del result["stage"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -50,28 +49,6 @@ def look(root: Path) -> Seen:
     if latest.exists():
         seen.latest = latest.read_text()
     return seen
-
-
-def trained(tag_dir: Path) -> str:
-    """Master weights and optimizer state of every trained parameter, as ``zeroelastic.open`` reads them, as a hash.
-
-    It is the one that ranks make of what DeepSpeed's accessors gather, at stage 3 in fp32.
-    """
-    import torch
-
-    import zeroelastic
-    from lifecycle.rank import short_hash
-
-    found = {}
-    with zeroelastic.open(tag_dir) as checkpoint:
-        for name in {name for group in checkpoint.groups for name in group.params}:
-            values = {"fp32": checkpoint[name], **checkpoint.optimizer(name)}
-            for key, value in values.items():
-                if hasattr(value, "torch"):
-                    tensor = value.torch().float() if checkpoint.stage == 3 else value.torch()
-                    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-                    found[f"{name}/{key}"] = f"{tensor.dtype}:{hashlib.sha256(raw).hexdigest()}"
-    return short_hash(found)
 
 
 def damage(tag_dir: Path, kind: str) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from typing import Any
 
 Sequence = list[tuple[str, dict[str, Any]]]
@@ -25,13 +23,6 @@ def _train(job: str, steps: int = 1) -> tuple[str, dict[str, Any]]:
 
 def _killed(how: str, at: int) -> tuple[str, dict[str, Any]]:
     return "kill", {"job": "a", "moment": "resume", "how": how, "at": at}
-
-
-def _while_saved(moments: Iterable[int], **how: Any) -> Sequence:
-    """A job loads a tag again and again, and another one saves it again in the middle, each time at another moment."""
-    during = {"reader": "b", "writer": "a", "directory": "/home/run", "tag": "last", **how}
-    each = [[_train("a"), ("load_during_save", {**during, "at": at})] for at in moments]
-    return [_start("a"), _start("b"), _save("a", "last"), *itertools.chain.from_iterable(each)]
 
 
 _EACH_STEP: dict[str, Any] = {"options": {"memory": {"every": 1}}}
@@ -162,14 +153,5 @@ FOUND: dict[str, Sequence] = {
         _train("a"),
         _save("a", "two"),
         ("prune", {"directory": "/home/run", "job": "a", "tag": "one", "keep": 1, "at": 5}),
-    ],
-    "a tag saved again while a job resumes from it": _while_saved(range(4, 37, 4), resume=True),
-    "a tag saved again while a job loads it": _while_saved(range(5, 36, 4)),
-    "the same, where nothing is verified": _while_saved(range(5, 17, 3), verify="off"),
-    "a tag saved again while the ranks of a load look at its files": [
-        _start("a", 2),
-        _start("b", 2),
-        _save("a", "last"),
-        ("load_during_save", {"reader": "b", "writer": "a", "directory": "/home/run", "tag": "last", "at": 2}),
     ],
 }

@@ -310,29 +310,6 @@ class Lifecycle(RuleBasedStateMachine):
     def copy(self, **drawn: Any) -> None:
         self.act("copy", **drawn)
 
-    @alive
-    @rule(
-        directory=DISK_PLACES, to=st.sampled_from(["/copy1", "/copy2"]), pick=PICKS, world_size=SIZES, own=OWN,
-        job=st.sampled_from([None, "a", "b"]), how=STARTS,
-    )  # fmt: skip
-    def reshard(
-        self, directory: str, to: str, pick: int, world_size: int, own: int, job: str | None, how: dict[str, Any]
-    ) -> None:
-        """Make a tag for another size, and perhaps go on from it."""
-        if self.world is None or (tag := self.tag(directory, pick)) is None:
-            return
-        stage = variant(self.world.kind, own)["stage"] if self.plan.stage is None else self.plan.stage
-        self.act("reshard", directory=directory, tag=tag, to=to, world_size=world_size, stage=stage)
-        if job is not None and self.world.directory(self.world.path(to)).tags:
-            self.start(job, how)
-            self.act("load", job=job, directory=to)
-
-    @alive
-    @rule(directory=DISK_PLACES, pick=PICKS)
-    def read(self, directory: str, pick: int) -> None:
-        if (tag := self.tag(directory, pick)) is not None:
-            self.act("read", directory=directory, tag=tag)
-
     def teardown(self) -> None:
         if self.world is not None:
             self.plan.ended(self.world, self.failed)

@@ -19,7 +19,7 @@ from typing import Any
 
 from lifecycle import disk
 from lifecycle.bench import IN_MEMORY, ODD_TAGS, OWN_KEYS, REFUSED_KEYS, Bench, Failed, Skipped, process_of
-from lifecycle.model import Directory, Live, Memory, Origin, Pending, Saved
+from lifecycle.model import Live, Memory, Origin, Pending, Saved
 
 __all__ = ["ODD_TAGS", "OWN_KEYS", "Failed", "Skipped", "World"]
 
@@ -494,35 +494,6 @@ class World(Bench):
         shutil.copytree(path, target, copy_function=shutil.copyfile, symlinks=True)
         self.directories[str(target)] = self.directory(path).copy()
         self.listings.pop(str(target), None)
-
-    def do_reshard(self, directory: str, tag: str, to: str, world_size: int, stage: int) -> None:
-        """``zeroelastic reshard`` into a directory of its own."""
-        path, target = self.path(directory), self.path(to)
-        model = self.directory(path)
-        if tag in ODD_TAGS or tag not in model.tags or self._in_flight(path) or target.exists():
-            raise Skipped
-        args = ["reshard", str(path / tag), str(target), "--world-size", str(world_size), "--stage", str(stage)]
-        code, text = self._tool(args, path, "", None, 0)
-        if saved_damage := model.tags[tag].damage:
-            self._require(
-                code == 3 and not target.exists(), f"reshard of {saved_damage} files exits with {code}: {text[-600:]}"
-            )
-            return
-        self._require(code == 0, f"reshard of {tag!r} exits with {code}: {text[-600:]}")
-        made = replace(model.tags[tag], save_id="", world_size=world_size)
-        self.directories[str(target)] = Directory({tag: made}, tag)
-        self.listings.pop(str(target), None)
-
-    def do_read(self, directory: str, tag: str) -> None:
-        """What ``zeroelastic.open`` reads of a tag is what DeepSpeed's accessors gathered when it was saved."""
-        path = self.path(directory)
-        model = self.directory(path)
-        if tag not in model.tags or model.tags[tag].damage:
-            raise Skipped
-        found, saved = disk.trained(path / tag), model.tags[tag].state
-        self._require(
-            saved.endswith(f"-{found}"), f"{path / tag}: what is read of it, {found}, is not what was saved, {saved}"
-        )
 
     def _tool(self, args: list[str], path: Path, job: str, tag: str | None, at: int) -> tuple[int, str]:
         """A verb in a process of its own; with ``job``, stopped at an event while that job saves."""
