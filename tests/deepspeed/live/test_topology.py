@@ -2,7 +2,7 @@
 
 How ranks talk to each other while they train must not show in a checkpoint, and what is kept beside the partitions (the
 secondary copies of hpZ, persistent parameters) must not survive a load. Same job and same comparison as in
-test_resume.py; each feature goes up and down once.
+test_resume.py; each feature goes up or down.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def there_and_back(
     *,
     change: Callable[[Job], None] = unchanged,
     other_change: Callable[[Job], None] | None = None,
-    pairs: tuple[tuple[int, int], ...] = ((2, 4), (4, 2)),
+    pairs: tuple[tuple[int, int], ...] = ((2, 4),),
     load: Callable[..., Outcome] = resume,
 ) -> list[Outcome]:
     """Save and resume at every pair of world sizes; compare everything. The outcomes of the last resume."""
@@ -107,7 +107,7 @@ def with_ulysses(job: Job) -> None:
 )
 def test_sequence_parallel(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(config={"sequence_parallel_size": 2})
-    there_and_back(rank_pool, tmp_path, job, change=with_ulysses)
+    there_and_back(rank_pool, tmp_path, job, change=with_ulysses, pairs=((4, 2),))
 
 
 def under_zero_init(job: Job) -> None:
