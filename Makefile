@@ -38,7 +38,7 @@ unexport PYTHONUNBUFFERED
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve docs-test reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve docs-test reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage deepspeed-faults test-gpu test-native native-tests compiled-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale support sizes lint format clean
 
 help:
@@ -51,7 +51,6 @@ help:
 	@echo "make test-all  all tests: also more pairs of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
 	@echo "make sweep     more cases of what make test-all shows: topologies, Universal Checkpoint, crashes"
 	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
-	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"
 	@echo "make deepspeed-faults  faults of the installed DeepSpeed, reproduced without zeroelastic"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
@@ -236,10 +235,6 @@ coverage: warm versions dist $(VENV)/front-ends/trl/.stamp
 	    $(PY) -m coverage run -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests || status=$$?; \
 	    $(PY) -m coverage combine -q && $(PY) -m coverage json -q -o coverage/coverage.json && \
 	    $(PY) -m coverage report >coverage/report.txt; tail -n 1 coverage/report.txt; exit $$status
-
-# Every configuration and load flag, with zeroelastic and without; `make test-all` runs a few of them.
-same-as-stock: warm
-	SAME_AS_STOCK=all $(PY) -m pytest -q $(PYTEST_ARGS) tests/deepspeed/load/test_same_as_stock.py
 
 deepspeed-faults: warm
 	$(PY) examples/deepspeed_faults/run.py | tee benchmarks/results/deepspeed_faults.txt

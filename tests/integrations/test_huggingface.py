@@ -126,11 +126,10 @@ def test_a_resumed_run_goes_on_as_the_whole_one(pool, whole, tmp_path, world_siz
 
 
 STAGES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
-    "2 on 3, fp16, to 2 on 2": ({"stage": 2, "precision": "fp16"}, 3, {}, 2),
+    "2 on 3, fp16, to 1 on 2": ({"stage": 2, "precision": "fp16"}, 3, {"stage": 1}, 2),
     "2 on 4, DeepSpeedCPUAdam, to 2 on 3": ({"stage": 2, "zero": OFFLOADED}, 4, {}, 3),
     "2 on 2, to 3 on 3": ({"stage": 2}, 2, {"stage": 3}, 3),
     "3 on 3, to 2 on 2": ({"stage": 3}, 3, {"stage": 2}, 2),
-    "2 on 2, to 1 on 4": ({"stage": 2}, 2, {"stage": 1}, 4),
     "2 on 3 in the background, to 2 on 2": (
         {"stage": 2, "config": {"zeroelastic": {"async_save": True}}},
         3,
