@@ -88,8 +88,8 @@ def lightning_limited(job: LightningJob, directory: str, steps: int) -> list[lis
 @pytest.mark.parametrize(
     ("options", "limit", "stay"),
     [
-        (BEHIND, 2, [["checkpoint_1", "checkpoint_2"], ["checkpoint_2", "checkpoint_3"]]),
         (BEHIND, 1, [["checkpoint_1"], ["checkpoint_2"], ["checkpoint_3"]]),
+        (BEHIND, 2, [["checkpoint_1", "checkpoint_2"], ["checkpoint_2", "checkpoint_3"]]),
         ({}, 1, [["checkpoint_1"], ["checkpoint_2"], ["checkpoint_3"]]),
     ],
 )

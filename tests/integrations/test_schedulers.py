@@ -273,14 +273,17 @@ _JOBS = {"DeepSpeed": _deepspeed, "accelerate": _accelerate, "Lightning": _light
 
 
 LIMIT_S = 400.0
-FIRST_HALF = {*random.Random(1).sample([*MAKE], len(MAKE) // 2)}
-FRAMEWORKS = {
-    "DeepSpeed": {*MAKE},
-    "accelerate": {*MAKE},
+FIRST_HALF = sorted(random.Random(1).sample([*MAKE], len(MAKE) // 2))
+OTHER_HALF = sorted({*MAKE} - {*FIRST_HALF})
+JOBS = {
+    "DeepSpeed": [*MAKE],
+    "accelerate": FIRST_HALF,
+    "accelerate, the others": OTHER_HALF,
     "Lightning": FIRST_HALF,
-    "Trainer": {*MAKE} - FIRST_HALF,
+    "Trainer": OTHER_HALF,
 }
-"""Of two frameworks each scheduler has one; `make sweep` runs all with both."""
+"""Of Lightning and the Trainer each scheduler has one; `make sweep` runs all with both."""
+SWEPT = {"Lightning, all": [*MAKE], "Trainer, all": [*MAKE]}
 
 
 def test_the_table_has_every_scheduler_of_torch() -> None:
@@ -293,18 +296,14 @@ SHOWN = pytest.mark.support(
 )
 
 
-@pytest.mark.parametrize(
-    ("framework", "names"),
-    [
-        *(
-            pytest.param(name, sorted(names), marks=[SHOWN] * (name == "accelerate"), id=name)
-            for name, names in FRAMEWORKS.items()
-        ),
-        *(pytest.param(name, [*MAKE], marks=pytest.mark.sweep, id=f"{name}, all") for name in ("Lightning", "Trainer")),
-    ],
-)
-def test_every_scheduler_goes_on(frameworks_pool: RankPool, tmp_path: Path, framework: str, names: list[str]) -> None:
+def case(job: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(job, marks=[*marks, *([SHOWN] if job == "accelerate" else [])])
+
+
+@pytest.mark.parametrize("job", [*map(case, JOBS), *(case(job, pytest.mark.sweep) for job in SWEPT)])
+def test_every_scheduler_goes_on(frameworks_pool: RankPool, tmp_path: Path, job: str) -> None:
     """And once more, back at the first number."""
+    framework, names = job.partition(",")[0], (JOBS | SWEPT)[job]
     whole = frameworks_pool.run(rates_of, 2, framework, str(tmp_path), names, 0, timeout=LIMIT_S)[0]
     for world_size, start in ((3, SAVED), (2, AGAIN)):
         seen = frameworks_pool.run(rates_of, world_size, framework, str(tmp_path), names, start, timeout=LIMIT_S)

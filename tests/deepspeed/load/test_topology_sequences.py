@@ -57,9 +57,9 @@ def weights(state: dict[str, Any]) -> dict[str, Any]:
 
 
 SLICED = {
-    "AutoTP": TopologyJob("llama", tp=2),
-    "AutoEP": TopologyJob("autoep", ep=2, stage=2),
     "MoE": TopologyJob("moe", ep=2, stage=2, frozen_experts=True),
+    "AutoEP": TopologyJob("autoep", ep=2, stage=2),
+    "AutoTP": TopologyJob("llama", tp=2),
 }
 
 
