@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from extended import with_swept
 from saved_files import flip, logged
 from sliced_model import without_maps
 from training import Job, allow_fp16_on_cpu, build_engine, raised
@@ -294,7 +295,7 @@ def check_damage(directory: str, expert: Path) -> None:
     expert.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_swept(CASES, {"a common counter, stage 2", "a counter of its own, stage 3"}))
 def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     directory = str(tmp_path / "run")

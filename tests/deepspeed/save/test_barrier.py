@@ -105,8 +105,12 @@ def save_late_in_a_limit(directory: str) -> tuple[str, str, float]:
     engine = build_engine(Job())
     dist.barrier()
     set_collective_timeout(2.0)
-    time.sleep(4.0 * (dist.get_rank() == 1))
-    return raised(lambda: engine.save_checkpoint(directory, tag="late"))
+    given_up = Path(directory, "given up")
+    if dist.get_rank() == 1:
+        wait_for(given_up.exists, "the other gives up")
+    outcome = raised(lambda: engine.save_checkpoint(directory, tag="late"))
+    given_up.touch()
+    return outcome
 
 
 def test_a_save_waits_for_a_rank_no_longer_than_collectives_may_take(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -323,10 +327,8 @@ def test_what_a_waiting_rank_asks_of_the_store_does_not_grow_with_the_number_of_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All but one rank wait for 1.5 s."""
-    for num_ranks in (8, 64, 512):
-        requests = requests_of_ranks(num_ranks, 1.5, monkeypatch)
-        print(f"{num_ranks} ranks: median {requests[num_ranks // 2]}, most {requests[-1]}, total {sum(requests)}")
-        assert requests[-1] <= 20
+    for num_ranks in (8, 512):
+        assert requests_of_ranks(num_ranks, 1.5, monkeypatch)[-1] <= 20
 
 
 def die_in_a_save(directory: str, moment: str, victim: int) -> None:
