@@ -321,19 +321,6 @@ def load_large(directory: str, stage: int) -> tuple[Any, int, int]:
     return engine.zeroelastic_report, read, process_status("VmHWM") - resident
 
 
-def test_a_save_at_the_new_size_on_other_nodes_has_the_same_root(run: Callable[..., NodeRun], tmp_path: Path) -> None:
-    saved = run(ELASTIC).copy(tmp_path / "run")
-    saved.call((2, 0, 1), load_and_save, ELASTIC.other(), saved.nodes.path, "again")
-    tags = [saved.tag(0), *(saved.nodes.disk(node) / "again" for node in (0, 1, 2))]
-    assert len({json.loads((tag / RECORD_NAME).read_bytes())["content_root"] for tag in tags}) == 1
-
-
-def load_and_save(job: Job, directory: str, tag: str) -> None:
-    engine = build_engine(job)
-    engine.load_checkpoint(directory)
-    engine.save_checkpoint(directory, tag=tag)
-
-
 def save_fails(job: Job, directory: str) -> tuple[str, str]:
     """The disk of node 1 cannot take the tag: a file has its name."""
     engine = build_engine(job)
