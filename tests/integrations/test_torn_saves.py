@@ -11,8 +11,9 @@ import itertools
 from pathlib import Path
 
 import pytest
+from boundaries import distinct
 from extended import with_swept
-from torn_jobs import FIRST, LAST, SECOND, Case, Run, another_trainer, distinct, resume, save_twice
+from torn_jobs import FIRST, LAST, SECOND, Case, Run, another_trainer, resume, save_twice
 
 from zeroelastic.testing import RankError, RankPool, compare_states
 

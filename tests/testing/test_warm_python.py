@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 
 import pytest
 from programs import is_running, wait_for
 from warm_python import executable
-
-
-@pytest.fixture(params=["python", "warm"])
-def python(request: pytest.FixtureRequest) -> str:
-    return sys.executable if request.param == "python" else executable()
 
 
 @pytest.mark.parametrize(
@@ -27,16 +21,16 @@ def python(request: pytest.FixtureRequest) -> str:
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
-def test_a_process_that_fails_is_a_command_that_fails(python: str, code: str, status: int) -> None:
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+def test_a_process_that_fails_is_a_command_that_fails(code: str, status: int) -> None:
+    done = subprocess.run([executable(), "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status
     assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in code) and ("why" in done.stderr) == ("why" in code)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
-def test_signals_reach_the_process_and_it_does_not_outlive_the_command(python: str, number: signal.Signals) -> None:
+def test_signals_reach_the_process_and_it_does_not_outlive_the_command(number: signal.Signals) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
-    with subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([executable(), "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(number)
