@@ -149,7 +149,7 @@ CHANGES: dict[str, tuple[Run, list[Run]]] = {
     "AutoEP, stage 2, ep 4, offload, experts frozen": change(
         replace(AUTOEP, frozen_experts=True),
         *(4, {"ep": 4, "stage": 2, "offload": True}),
-        *((2, {"stage": 2}), (4, {"ep": 2, "stage": 1}), (2, {"ep": 2})),
+        *((2, {"stage": 2}), (4, {"ep": 2, "stage": 1})),
     ),
     "AutoEP of DeepSpeed alone, stage 3, ep 2": change(AUTOEP, 4, {**ALONE, "ep": 2}, (1, {}), (4, {"ep": 4})),
     "AutoEP of DeepSpeed alone, stage 1, ep 4": change(
