@@ -84,8 +84,8 @@ def test_with_memory_a_lost_node_costs_a_step_and_no_read_of_the_disk(
     (tmp_path / "memory").mkdir()
     out = tmp_path / "job"
     scenario = ((6, -1), (10, +1))
-    cluster.play(out, scenario, steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=2, way=cluster.MEMORY)
-    check(out, STEPS, ranks=2, our_share=1.0)
+    cluster.play(out, scenario, steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=3, way=cluster.MEMORY)
+    check(out, STEPS, ranks=3, our_share=1.0)
     trace = out / "trace.jsonl"
     assert max(judge.lost_steps(trace)) <= 1
     later = [entry for entry in judge.read_trace(trace) if entry["event"] == "resume" and entry["tag"] is not None]
