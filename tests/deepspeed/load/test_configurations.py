@@ -36,9 +36,10 @@ FORMS: dict[str, dict[str, bool]] = {
 
 CPU = {"device": "cpu"}
 PINNED = {"device": "cpu", "pin_memory": True}
-OPTIMIZER_NOTES = {
+NOTES = {
     "adagrad": "one group: with two DeepSpeed itself fails",
     "lamb": "a trust ratio over a rank's part makes steps depend on the world size",
+    "fp16_autocast": "with its GradScaler, which DeepSpeed saves nowhere",
 }
 VARIANTS: dict[str, tuple[Job, tuple[str, ...]]] = {
     "one sub-group": (Job(sub_group_size=10**9), ("Parameters", "one sub-group, or one a parameter")),
@@ -93,10 +94,13 @@ class Configuration:
 
 CONFIGURATIONS = {
     **{
-        name: Configuration(job, ("Optimizers", feature, OPTIMIZER_NOTES.get(name, "")))
+        name: Configuration(job, ("Optimizers", feature, NOTES.get(name, "")))
         for name, (job, feature) in OPTIMIZERS.items()
     },
-    **{name: Configuration(job, ("Precision", feature, note)) for name, (job, feature, note) in PRECISIONS.items()},
+    **{
+        name: Configuration(job, ("Precision", feature, NOTES.get(name, "")))
+        for name, (job, feature) in PRECISIONS.items()
+    },
     **{name: Configuration(job, shows) for name, (job, shows) in VARIANTS.items()},
     **{name: Configuration(Job(zero=zero), SETTINGS, other) for name, (zero, other) in BUCKETS.items()},
 }
