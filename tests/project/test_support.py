@@ -115,5 +115,5 @@ def test_a_marked_test_that_is_skipped_has_failed_in_ci(
 def test_the_ci_run_says_that_it_is_one() -> None:
     """Without the variable, a test that is skipped would be none that failed."""
     text = (ROOT / ".ci" / "run").read_text()
-    assert "export CI=1" in text and text.index("export CI=1") < text.index("make ")
+    assert "export CI=1" in text and text.index("export CI=1") < text.index("\nmake ")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
