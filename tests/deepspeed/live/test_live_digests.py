@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue
-from zeroelastic.core.layout import Param
+from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.deepspeed.fill import RowStreams, Target
 from zeroelastic.deepspeed.live.digests import (
     LivePiece,
@@ -24,7 +24,7 @@ from zeroelastic.deepspeed.live.digests import (
 )
 from zeroelastic.deepspeed.load.verify import differences, with_saved_kinds
 
-PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,))), slices=None))
+PLAN: Any = SimpleNamespace(dst=layout_from_sub_groups([[Param("other", (5,)), Param("weight", (1000,))]], 1))
 STREAM = DigestKey("weight", "exp_avg")
 
 
