@@ -27,14 +27,23 @@ def left_locks() -> dict[Path, str]:
     source = Path((torch and torch.origin) or "").parent / "utils/cpp_extension.py"
     if not source.is_file() or "FileBaton" not in source.read_text():  # torch from 2.14 on leaves the file unlocked
         return {}
-    locks = [lock for folder in _folders() if (lock := folder / "lock").exists()]
+    locks = {lock: taken for folder in _folders() if (taken := _taken(lock := folder / "lock"))}
     held = _open_files() if locks else frozenset()
     return {
         lock: f"{lock}: was left by a build that was killed, and builds there wait forever. If nothing builds there on "
         f"another machine, remove it: rm {shlex.quote(str(lock))}"
-        for lock in locks
-        if os.path.realpath(lock) not in held
+        for lock, taken in locks.items()
+        if os.path.realpath(lock) not in held and _taken(lock) == taken  # else it was released meanwhile
     }
+
+
+def _taken(lock: Path) -> tuple[int, int] | None:
+    """Return what tells this lock from a later one of the same path; None if there is no lock."""
+    try:
+        found = lock.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _folders() -> list[Path]:

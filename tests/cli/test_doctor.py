@@ -24,6 +24,7 @@ from places import ROOT
 from programs import documented_keys, is_running, run_python, wait_for
 
 import zeroelastic
+from zeroelastic import compiled_ops
 from zeroelastic.cli.doctor import Component, _ask, diagnose
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.dispatch import describe_build
@@ -133,6 +134,31 @@ def test_a_lock_that_no_process_has_open_is_named_with_the_command_that_removes_
         found = diagnose()
     assert found.stale_locks == [str(lock)] * left
     assert len(found.problems) == left and all(f"remove it: rm '{lock}'" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["released", "taken again"])
+def test_a_lock_that_is_released_while_processes_are_asked_was_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Ranks of a node take the lock of an op one after the other."""
+    torch = tmp_path / "torch"
+    (torch / "utils").mkdir(parents=True)
+    (torch / "utils/cpp_extension.py").write_text("FileBaton(path)")
+    monkeypatch.setattr(util, "find_spec", lambda name: SimpleNamespace(origin=str(torch / "__init__.py")))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    lock = tmp_path / "ops" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+
+    def asked() -> frozenset[str]:
+        lock.unlink()
+        if again:
+            lock.touch()
+        return frozenset()
+
+    assert list(compiled_ops.left_locks()) == [lock]
+    monkeypatch.setattr(compiled_ops, "_open_files", asked)
+    assert compiled_ops.left_locks() == {}
 
 
 def test_for_people_it_says_the_same(quick: Path) -> None:
