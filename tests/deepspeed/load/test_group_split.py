@@ -241,6 +241,7 @@ def clipping_after_loads(job: Job, directory: str) -> tuple[list[float], list[st
 @pytest.mark.parametrize(
     "run", [Run(2, 2, installed=False), FP32_SUMS(2, installed=False)], ids=["stage 2", "BF16_Optimizer"]
 )
+@pytest.mark.quick
 def test_gradients_are_clipped_as_in_the_save_as_after_a_load_of_deepspeed(
     rank_pool: RankPool, tmp_path: Path, run: Run
 ) -> None:

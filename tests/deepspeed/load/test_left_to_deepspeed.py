@@ -334,7 +334,7 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
             assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.quick), "fp16", "bf16"])
 def test_experts_without_zero(rank_pool: RankPool, tmp_path: Path, precision: str) -> None:
     """DeepSpeed's optimizers of stage 0 know nothing of ZeRO's files."""
     run, directory = Run("MoE", 2, 0, precision=precision), str(tmp_path)

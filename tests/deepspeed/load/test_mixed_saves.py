@@ -70,7 +70,9 @@ def test_module_states_of_another_save_are_damage(rank_pool: RankPool, tmp_path:
     assert found[0][0].startswith("CheckpointError") and "Files of two saves are mixed" in found[0][0]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(2, marks=pytest.mark.quick), pytest.param(3, marks=pytest.mark.extended)]
+)
 def test_every_file_of_a_save_of_ours_has_its_id(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """Without the record, too: neither steps nor learning rates are compared then."""
     job = Job(elastic=False, stage=stage, optimizer="plain_sgd")

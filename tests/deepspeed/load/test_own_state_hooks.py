@@ -123,7 +123,7 @@ def load(kind: str, stage: int, directory: str) -> tuple[tuple[str, str], dict[s
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("kind", ["queue", "hook", "observer", "renamed"])
+@pytest.mark.parametrize("kind", ["queue", "hook", "observer", pytest.param("renamed", marks=pytest.mark.quick)])
 def test_a_module_that_decides_itself_is_asked(rank_pool: RankPool, tmp_path: Path, kind: str, stage: int) -> None:
     saved = rank_pool.run(train_and_save, 3, kind, stage, str(tmp_path))[0]
     for error, found in rank_pool.run(load, 2, kind, stage, str(tmp_path)):

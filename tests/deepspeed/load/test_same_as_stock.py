@@ -294,7 +294,7 @@ def test_changed_files_load_where_stock_loads_them(rank_pool: RankPool, tmp_path
     check_changed(rank_pool, tmp_path, STOCK, CHANGES)
 
 
-@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("form", ["elastic", "rigid", pytest.param("stage 2", marks=pytest.mark.quick)])
 def test_what_is_left_of_our_files_loads_where_stock_loads_it(rank_pool: RankPool, tmp_path: Path, form: str) -> None:
     changes = {**REMOVALS}
     if form == "elastic":  # not committed without it

@@ -79,7 +79,7 @@ def test_any_of_its_names_restores_a_tied_weight(
             assert error == ("", "") and found == saved
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.quick), 3])
 def test_what_was_tied_or_is_tied_now_is_named(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     rank_pool.run(train_and_save, 2, SAVED, stage, str(tmp_path / "tied"))
     rank_pool.run(train_and_save, 2, SAVED, stage, str(tmp_path / "two"), False)

@@ -212,6 +212,7 @@ def test_an_old_latest_on_one_node_does_not_win(two_tags: tuple[NodeRun, Any]) -
         assert compare_states(newer, outcome.state) == []
 
 
+@pytest.mark.quick
 def test_files_beside_another_record_are_not_seen(two_tags: tuple[NodeRun, Any], tmp_path: Path) -> None:
     """Node 2 has a tag of the same name from before it was saved again: its files are of the same size."""
     saved, newer = two_tags

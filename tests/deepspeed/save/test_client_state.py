@@ -110,7 +110,7 @@ def load_passed_on(job: Job, directory: str) -> tuple[dict[str, Any], dict[str, 
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"load_module_only": True}, {"load_lr_scheduler_states": False}],
+    [pytest.param({}, marks=pytest.mark.quick), {"load_module_only": True}, {"load_lr_scheduler_states": False}],
     ids=lambda flags: next(iter(flags), "all"),
 )
 def test_what_is_passed_on_from_a_load_does_not_replace_what_training_has_changed(
