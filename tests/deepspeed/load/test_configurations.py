@@ -139,6 +139,13 @@ def drawn(seed: int) -> Iterator[Start]:
         yield Start(form, sizes, {name: 3 if name in ONLY_STAGE_3 else next(stages) for name in members})
 
 
+OF_THE_CORE = (
+    Start("elastic", (4, 3), dict.fromkeys(("fp32", "adagrad", "offload of both", "a group of frozen parameters"), 3)),
+    Start("rigid", (2, 3), dict.fromkeys(("fp16_dynamic", "sgd", "offload"), 3)),
+)
+"""What older DeepSpeeds have, too."""
+
+
 def can_be(name: str, form: str) -> bool:
     return FORMS[form].get("installed", True) or name not in NOT_ALONE
 
@@ -181,6 +188,7 @@ def test_each_configuration_comes_once_and_each_two_values_of_the_rest_meet() ->
     "start",
     [
         *(case(start, f"seed {SEED}") for start in drawn(SEED)),
+        *(case(start, "core", pytest.mark.core, pytest.mark.extended) for start in OF_THE_CORE),
         *(case(start, f"all {number}", pytest.mark.sweep) for number, start in enumerate(every())),
     ],
 )
