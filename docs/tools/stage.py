@@ -6,6 +6,7 @@ network and no repository beside it:
 * a file of the repository that a page links to becomes a page of its own, so that no link leaves the site;
 * a drawing becomes a part of its page, so that it follows the page's light and dark colours;
 * the first use of a word of the glossary on each page is a link to it;
+* an option of a command line, such as `--html`, gets a class, by which it stays on one line;
 * every page gets a description for search engines and link previews: the beginning of its first paragraph.
 """
 
@@ -45,6 +46,7 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:)([^)\s]+)\)")
 _UNLINKED = re.compile(
     r"^#.*$|^\|.*$|^:::.*$|^    .*$|`[^`\n]*`|\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|<[^>]*>", flags=re.MULTILINE
 )
+_OPTION = re.compile(r"(?<!`)`--?[^`\s]+`(?!`)")
 _DESCRIPTION = 200
 
 
@@ -95,7 +97,8 @@ def _write(directory: Path) -> None:
             if target.relative_to(directory) != Path("glossary.md") and "source" not in target.parts:
                 text = with_glossary(text, words, os.path.relpath(directory / "glossary.md", target.parent))
             text = outside_code(text, lambda part: with_drawings(part, drawings))
-            target.write_text(front_matter(text, listed="source" not in target.parts) + text)
+            head = front_matter(text, listed="source" not in target.parts)
+            target.write_text(head + outside_code(text, lambda part: _OPTION.sub(r"\g<0>{ .option }", part)))
         elif source.suffix in PICTURES:
             shutil.copy(source, target)
         else:

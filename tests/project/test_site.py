@@ -119,6 +119,14 @@ def test_nothing_is_loaded_from_other_servers(pages: dict[str, Page], site: Path
     assert not re.findall(r"url\(['\"]?(?:https?:)?//[^)]*\)|@import", styles)
 
 
+def test_the_search_works_where_the_site_is_opened_as_files(pages: dict[str, Page], site: Path) -> None:
+    """There the index is a script, and a frame takes the place of the worker before the theme's script starts one."""
+    assert (site / "search.js").read_text().startswith("var __index = {")
+    for name, page in pages.items():
+        scripts = [Path(link).name for link in page.all("src", "script")]
+        assert scripts[0] == "iframe-worker.js", f"{name}: {scripts}"
+
+
 def test_every_page_has_a_title_a_description_and_headings_in_order(pages: dict[str, Page]) -> None:
     titles: dict[str, str] = {}
     for name, page in pages.items():
