@@ -207,7 +207,7 @@ class DigestMismatchError(CheckpointError):
 class UnsafePickleError(CheckpointError):
     """A pickle that names something outside the allow-list; no part of it was executed."""
 
-    remedy = "Load the file by no other means, unless you know who wrote it."
+    remedy = "Load the file in another way only if you know who wrote it."
 
 
 class SaveError(ZeroElasticError, OSError):

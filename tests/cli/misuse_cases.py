@@ -74,7 +74,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "7"], "7"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "2", "--sub-group-size", "5"], "--sub-group-size"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--sub-group-size", "0"], "sub_group_size"),
-        (["{ckpt}", "{new}/dst", "-n", "2", "--round-robin-gradients"], "no difference at ZeRO stage 3"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--round-robin-gradients"], "no effect at ZeRO stage 3"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "2", "--format", "elastic"], "elastic"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--format", "other"], "other"),
     ],

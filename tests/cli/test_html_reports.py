@@ -119,7 +119,7 @@ def test_a_file_that_exists_is_replaced_only_by_force(verb: str, samples: Path, 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("report.txt", "is written as .html or .htm"),
+        ("report.txt", "ends in .html or .htm"),
         ("none/report.html", "there is no directory"),
         ("folder.html", "exists"),
     ],

@@ -73,7 +73,7 @@ def test_a_rank_without_zeroelastic_is_named_by_the_others(
     with pytest.raises(RankError) as caught:
         rank_pool.run(script, 2, str(tmp_path), *args, timeout=60)
     said = {failure.rank: failure.headline for failure in caught.value.failures}[0]
-    assert said.startswith("zeroelastic.errors.UsageError: zeroelastic is installed on rank 0, and not on rank 1")
+    assert said.startswith("zeroelastic.errors.UsageError: zeroelastic is installed on rank 0 but not on rank 1")
     assert time.monotonic() - began < 55
 
 

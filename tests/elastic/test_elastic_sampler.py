@@ -211,7 +211,7 @@ def test_a_position_in_other_data_is_refused_and_nothing_moves(change: dict[str,
 
 
 def test_what_cannot_be_dealt_out_is_said() -> None:
-    with pytest.raises(ConfigError, match="evenly to 5 ranks"):
+    with pytest.raises(ConfigError, match="evenly among 5 ranks"):
         list(sampler(24, 12, 0, 5))
     with pytest.raises(ConfigError, match="drop_last leaves them out"):
         sampler(11, 12, drop_last=True)

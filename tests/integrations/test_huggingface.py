@@ -212,7 +212,7 @@ def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
             job.at(directory=str(tmp_path / str(world_size)), stage=stage_after, resume=True),
         ):
             check_goes_on(seen[0], outcome, 6)
-            assert "frozen parameters (the run's own, whose digests are those of the save)" in outcome.report.text()
+            assert "frozen parameters (the run's own; their digests match the save)" in outcome.report.text()
             assert outcome.report.root_matches
     other = job.at(directory=str(tmp_path / "2"), stage=stage_after, resume=True, model_seed=8)
     shutil.rmtree(tmp_path / "2")
@@ -445,7 +445,8 @@ def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
     refused = pool.run(refusals, 1, str(tmp_path))[0]
     assert refused["preloaded"] == "True"  # before the rank was forked, as RankPool(preload=...) says
     assert (
-        "24 cannot be dealt out evenly to 5 ranks. World sizes that work: 1, 2, 3, 4, 6, 8, 12, 24." in refused["batch"]
+        "24 cannot be divided evenly among 5 ranks. World sizes that work: 1, 2, 3, 4, 6, 8, 12, 24."
+        in refused["batch"]
     )
     assert "train_sampling_strategy 'group_by_length'" in refused["group_by_length"]
     assert "train_sampling_strategy 'batch_rebalance'" in refused["batch_rebalance"]

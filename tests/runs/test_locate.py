@@ -65,7 +65,7 @@ def test_what_is_no_checkpoint_is_said_with_what_is_there(root: Path, tmp_path: 
     assert "no such directory" in said(root / "nothing")
     assert "is a file" in said(root / "latest")
     assert "holds no ZeRO checkpoint" in said(root / "logs")
-    assert "there are: run" in said(tmp_path)
+    assert "Give one that it holds: run" in said(tmp_path)
     assert "There are: global_step2, global_step4" in said(root, tag="global_step3")
     assert "give the directory above" in said(root / "global_step2", tag="global_step4")
     assert "not the name of a tag" in said(root, tag="../run/global_step2")

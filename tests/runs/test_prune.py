@@ -498,7 +498,7 @@ def test_a_closed_stdin_is_nobody_to_ask(run: Path) -> None:
     """As a service, or `<&-` in a shell, starts a command: sys.stdin is None."""
     arguments, env = command(run, "--keep", "2")
     done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *arguments], env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and "--yes is needed" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "--yes is required" in done.stderr and "Traceback" not in done.stderr
     assert len(tags(run)) == 6
 
 

@@ -224,7 +224,7 @@ def test_a_pattern_chooses_parameters_and_nothing_else_is_compared(tmp_path: Pat
     found = diff(tmp_path / "a", tmp_path / "b", params="[wv]")
     assert {param for param, _ in named(found)} == {"w", "v"} and len(found.tensors) == 6
     assert [value.what for value in found.state] == ["step of w and 1 more parameters"]
-    with pytest.raises(UsageError, match=r"'no\.such\.\*' fits no parameter"):
+    with pytest.raises(UsageError, match=r"'no\.such\.\*' matches no parameter"):
         diff(tmp_path / "a", tmp_path / "b", params="no.such.*")
     assert GROUPS  # what was written
 

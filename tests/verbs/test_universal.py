@@ -178,7 +178,7 @@ def test_options_of_the_run_that_loads_go_with_from(tmp_path: Path) -> None:
     for options, said in (
         ({"stage": 2, "format": "elastic"}, "there is no elastic format"),
         ({"stage": 0}, "there is no ZeRO stage 0 to reshard to"),
-        ({"parameter_alignment": True}, "makes no difference at ZeRO stage 3"),
+        ({"parameter_alignment": True}, "has no effect at ZeRO stage 3"),
     ):
         with pytest.raises(UsageError, match=said):
             zeroelastic.convert(tmp_path / "u", tmp_path / "c", from_="universal", world_size=2, **options)

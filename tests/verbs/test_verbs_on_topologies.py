@@ -223,9 +223,7 @@ def test_a_copy_that_other_ranks_do_not_have_is_named(saved: Saved, tmp_path: Pa
     edit(tmp_path / "t" / name, change)
     report = zeroelastic.verify(tmp_path / "t")
     assert not report.valid and {problem.key for problem in report.problems} == {"fp32"}
-    assert all(
-        "of which ranks have copies" in problem.sentence and name in problem.sentence for problem in report.problems
-    )
+    assert all("The copies of fp32 of" in problem.sentence and name in problem.sentence for problem in report.problems)
     certain = JOBS[stage][1].tp > 2
     assert all((problem.file == name) == certain for problem in report.problems)
 

@@ -443,7 +443,7 @@ def test_an_altered_rigid_file_is_found_by_the_record(samples: Path, tmp_path: P
     edit_optim(path, alter)
     believe_sizes(tag_dir)
     problem, other = verify_checkpoint(tag_dir).problems
-    assert other.file == path.name and f"is not the one that {RECORD_NAME} states" in other.sentence
+    assert other.file == path.name and f"is not the one in {RECORD_NAME}" in other.sentence
     assert (problem.param, problem.key) == ("model.embed_tokens.weight", "exp_avg")
     assert path.name in problem.sentence and problem.file == ""
 

@@ -153,7 +153,7 @@ class _Checker(TagHeaders):
             self.root = root
             error = UnsupportedError(
                 f"{self.tag_dir}: {min(files.models.values())} holds the optimizer too. It is of ZeRO stage 0, whose "
-                "optimizer state does not name its parameters, so that only a stage 0 run resumes it."
+                "optimizer state does not name its parameters: only a stage 0 run resumes it."
             )
         if error is not None and (self.is_stage_0 or self._is_opaque):
             self._refuse(error)

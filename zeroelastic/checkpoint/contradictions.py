@@ -42,7 +42,7 @@ def not_committed(shard: OptimizerHeader, saved: Inventory) -> str | None:
     if saved.is_recorded or shard.format != "elastic":
         return None
     return (
-        f"{shard.path.parent}: {RECORD_NAME} is missing, which an elastic save writes last: without it the save does "
+        f"{shard.path.parent}: {RECORD_NAME} is missing. An elastic save writes it last; without it the save does "
         "not count as complete. Copy it from where the tag was saved."
     )
 
@@ -134,8 +134,8 @@ def other_step(model: ModuleHeader, saved: Inventory) -> str | None:
 def other_directory(path: FilePath) -> str:
     """The sentence about a file whose zip directory is not the one that the commit record states."""
     return (
-        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that "
-        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save. {OVERWRITTEN}"
+        f"{path}: its zip directory (the sizes and checksums of its contents) is not the one in "
+        f"{RECORD_NAME}. One of the two is damaged, altered or from another save. {OVERWRITTEN}"
     )
 
 

@@ -39,7 +39,7 @@ from zeroelastic.io.storage import Blocks, file_size
 from zeroelastic.torch_file.header import TorchFile, paused_collector, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
-_ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
+_ON_NO_NODE = "Start the run on the nodes that have them, or use an older tag."
 
 
 class FilesByRank(Sequence[FilePath]):
@@ -404,8 +404,8 @@ def _check_none_missing(checkpoint: Checkpoint, files: StateFiles) -> None:
     if checkpoint.inventory.over_nodes:
         seen = (files.optim, range(checkpoint.world_size)), (files.models, range(len(checkpoint.model_files)))
         gone = sorted({rank for has, due in seen for rank in due if rank not in has})
-        ranks = some(map(str, gone))
-        why = f"incomplete: no rank of this run sees what {ranks} of the saved ranks wrote. {_ON_NO_NODE}"
+        ranks = f"rank{'s' if len(gone) > 1 else ''} {some(map(str, gone))}"
+        why = f"incomplete: no rank of this run sees the files of saved {ranks}. {_ON_NO_NODE}"
     raise MissingFileError(
         f"{checkpoint.tag_dir}: {num_missing} of the files of {counted(checkpoint.world_size, 'rank')} "
         f"{'is' if num_missing == 1 else 'are'} missing: {some(names, count=num_missing)}. The checkpoint is {why}"

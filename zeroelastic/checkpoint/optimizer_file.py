@@ -302,7 +302,7 @@ def nested_state(
     for key in (*own_entries, *(index for index in states_raw if isinstance(index, str))):
         raise UnsupportedError(
             f"{file.path}: the optimizer keeps {shown(key)} beside the state of its parameters, which has no "
-            "place at another world size: resume at the one that saved, where DeepSpeed alone loads it."
+            "place at another world size. Resume at the saved world size, through DeepSpeed alone."
         )
     for index, state in states_raw.items():
         if index not in flat_of_index or not isinstance(state, dict):

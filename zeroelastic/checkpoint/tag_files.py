@@ -212,10 +212,10 @@ def require_files(tag_dir: FilePath, files: StateFiles) -> None:
     """Raise MissingFileError where there are no files of ranks, UnsupportedError for ZeRO stage 0."""
     if files.whole_model and not files.optim:
         raise UnsupportedError(
-            f"{tag_dir}: has {files.models[min(files.models)]} and no optimizer files (*_optim_states.pt). It is of "
-            "ZeRO stage 0, whose optimizer state does not name its parameters, so that only a stage 0 run resumes it, "
-            "or of stage 1 or 2 without its optimizer files. A run at stage 1 or 2 takes the weights alone, with "
-            "load_optimizer_states=False."
+            f"{tag_dir}: has {files.models[min(files.models)]} and no optimizer files (*_optim_states.pt). Either it "
+            "was saved at ZeRO stage 0, whose optimizer state does not name its parameters: only a stage 0 run resumes "
+            "it. Or it was saved at stage 1 or 2, and its optimizer files are missing. A run at stage 1 or 2 loads the "
+            "weights alone with load_optimizer_states=False."
         )
     if not files.models and not files.optim:
         raise MissingFileError(

@@ -29,7 +29,7 @@ FormatOption = Annotated[
 ]
 
 SubGroupSizeOption = Annotated[
-    int | None, typer.Option(metavar="N", help="That of the run that will load it, if it is not the saved one's.")
+    int | None, typer.Option(metavar="N", help="sub_group_size of the run that will load it, if not the saved one.")
 ]
 
 StageOption = Annotated[
@@ -40,7 +40,7 @@ RoundRobinOption = Annotated[
     bool | None,
     typer.Option(
         "--round-robin-gradients/--no-round-robin-gradients",
-        help="At stages 1 and 2: that of the run that will load it; default: the saved configuration's.",
+        help="At stages 1 and 2: the setting of the run that will load it; default: the saved one.",
     ),
 ]
 
@@ -100,13 +100,13 @@ def reshard(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a native DeepSpeed checkpoint for M ranks out of one of any number of ranks, bit for bit.
+    """Make a native DeepSpeed checkpoint for M ranks from one of any number of ranks, bit for bit.
 
     DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. After a
     kill, the same command continues. If the source has a commit record, the data is compared with it.
 
-    M counts all ranks, T of which are tensor parallel and E expert parallel. Weights that were cut evenly are cut
-    evenly again; other cuts, and those of a source with T 1, come from --like.
+    M counts all ranks, in tensor parallel groups of T and expert parallel groups of E. Weights that were cut evenly are
+    cut evenly again; other cuts, and those of a source with T 1, come from --like.
 
     \b
     Examples:
@@ -147,15 +147,17 @@ def export(
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Convert all floating-point tensors of the model; without it, each keeps its own."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Begin another file at this size.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Start a new file at this size.")] = "5GB",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="Also write the optimizer's state.")] = False,
     tied: Annotated[
         Literal["once", "all"], typer.Option(help="Store a tied weight once, or under each of its names.")
     ] = "once",
     adapters: Annotated[
-        bool, typer.Option("--adapters", help="Write the trained weights alone; those of PEFT as PEFT does.")
+        bool, typer.Option("--adapters", help="Write only the trained weights; PEFT adapters in PEFT's format.")
     ] = False,
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="The same for one of several adapters.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Write only this one of several adapters.")
+    ] = None,
     max_memory: MaxMemoryOption = "1GiB",
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
@@ -164,8 +166,8 @@ def export(
     """Write the weights of a checkpoint as safetensors files.
 
     DST gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging Face
-    checkpoint. It appears complete or not at all. Every byte is read once, by all cores, without torch; where the
-    checkpoint has a commit record, what was read is compared with it. Exit code 0: done; 2: wrong usage, or DST exists;
+    checkpoint. It appears complete or not at all. Every byte is read once, by all cores, without torch; if the
+    checkpoint has a commit record, the data is compared with it. Exit code 0: done; 2: wrong usage, or DST exists;
     3: the checkpoint is damaged.
 
     \b
@@ -236,8 +238,8 @@ def convert(
 
     --format, --sub-group-size, --stage, --round-robin-gradients and --parameter-alignment go with --from, as in
     reshard.
-    Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; where the
-    checkpoint has a commit record, what was read is compared with it. DST appears complete or not at all. Exit code 0:
+    Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; if the
+    checkpoint has a commit record, the data is compared with it. DST appears complete or not at all. Exit code 0:
     done; 1: the state does not fit into that format; 2: wrong usage, or DST exists; 3: the checkpoint is damaged.
 
     \b

@@ -313,7 +313,7 @@ def plan(
 ) -> None:
     """Show how much each of M ranks reads in a load or a reshard, and from which saved ranks.
 
-    Reads headers only. --html draws the picture.
+    Reads headers only. --html draws it.
     Exit code 0: planned; 2: wrong usage; 3: not a checkpoint that can be loaded.
 
     \b

@@ -94,12 +94,12 @@ def latest(
     ] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the path, not the name.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Let the file latest name this tag, where it does not yet.")
+        bool, typer.Option("--fix", help="Write this tag into the file latest, if it names another.")
     ] = False,
     set_to: Annotated[
         str | None,
         typer.Option(
-            "--set", metavar="TAG", autocompletion=complete_tag, help="Roll back: let the file latest name TAG."
+            "--set", metavar="TAG", autocompletion=complete_tag, help="Roll back: write TAG into the file latest."
         ),
     ] = None,
     dry_run: Annotated[
@@ -110,7 +110,7 @@ def latest(
 ) -> None:
     """Print the newest checkpoint that verifies; newer ones are passed over, and stderr says why.
 
-    Newest is the tag that the file latest names, or the one committed last if that does not verify.
+    The newest is the tag that the file latest names, or, if that does not verify, the one committed last.
     Verifying reads every byte, unless --quick; --set looks at sizes, records and headers. Exit code 0: there is one; 2:
     wrong usage; 3: none verifies.
 
@@ -126,14 +126,14 @@ def latest(
 
 def prune(
     directory: RunArgument,
-    keep: Annotated[int, typer.Option(metavar="K", help="How many of the newest that verify are kept.")],
+    keep: Annotated[int, typer.Option(metavar="K", help="Keep the newest K that verify.")],
     invalid: Annotated[
         bool,
         typer.Option("--invalid", help="Also remove tags that do not verify, if one that does is newer."),
     ] = False,
     min_age: Annotated[
         str,
-        typer.Option(metavar="TIME", help="Leave what has no commit record and changed within TIME (30s, 15m, 2h)."),
+        typer.Option(metavar="TIME", help="Keep what has no commit record if it changed within TIME (30s, 15m, 2h)."),
     ] = "1h",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
@@ -160,7 +160,7 @@ def prune(
     plan, work = report.plan, report.has_work and not dry_run
     if work and not yes:
         if as_json or sys.stdin is None or not sys.stdin.isatty():  # None: closed by who started this process
-            raise UsageError("--yes is needed where nobody can be asked; --dry-run shows what would be removed.")
+            raise UsageError("--yes is required if stdin is not a terminal; --dry-run shows what would be removed.")
         _show_pruned(report)
         if not typer.confirm(f"Remove {_what(report)}?", err=True):
             log_line("Nothing was removed.")

@@ -176,9 +176,9 @@ def verify(
 @reports("zeroelastic.verbs.diff", _diff_view, code=lambda report: 0 if report.equal else FAILED)
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its tag directory, or the one above.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare A with.")],
     params: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Only parameters whose name fits, such as '*.bias'.")
+        str | None, typer.Option(metavar="PATTERN", help="Only parameters whose names match, such as '*.bias'.")
     ] = None,
     html: HtmlOption = None,
     force: ForceOption = False,
@@ -188,8 +188,8 @@ def diff(
     """Compare two checkpoints: every tensor, hyper-parameters, counters, client state.
 
     They may have been saved at different steps, by different numbers of ranks and in different formats; the last two do
-    not make them differ. Tensors are compared by their recorded digests, and bit for bit where one side has none; of
-    what differs, the largest difference is shown.
+    not make them differ. Tensors are compared by their recorded digests, and bit for bit if one side has none. For
+    tensors that differ, the largest difference is shown.
     Exit code 0: equal; 1: they differ; 2: wrong usage; 3: a file that was read is damaged.
 
     \b

@@ -143,7 +143,7 @@ def check_page(path: Path | None, *, force: bool = False) -> None:
     if path is None:
         return
     if path.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"{path}: a report is written as .html or .htm. Give a name that ends so.")
+        raise UsageError(f"{path}: a report is an HTML file. Give a name that ends in .html or .htm.")
     if path.exists() and not (force and path.is_file()):
         raise UsageError(_EXISTS.format(path))
     if not path.absolute().parent.is_dir():

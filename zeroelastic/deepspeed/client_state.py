@@ -68,8 +68,8 @@ def checked_client_state(engine: Engine, client_state: Any) -> dict[str, Any]:
             if isinstance(own, Mapping) and isinstance(value, Mapping) and own.keys() <= value.keys():
                 continue
         raise UnsupportedError(
-            f"client_state[{key!r}] is {shown(value)}: DeepSpeed keeps a value of its own under this key, which a load "
-            f"relies on. Rename the key in client_state{_ADVICE.get(key, '')}."
+            f"client_state[{key!r}] is {shown(value)}: DeepSpeed stores its own value under this key, and a load "
+            f"needs that value. Rename the key in client_state{_ADVICE.get(key, '')}."
         )
     return kept
 

@@ -362,8 +362,8 @@ def warn_of_slow_verification(options: Options) -> None:
     if "verify" not in options.model_fields_set and not is_usable("native"):
         logger.warning(
             "the native engine is not built: verifying what a load reads takes longer than reading it. Build it "
-            '(`zeroelastic doctor` explains), or set "verify" in the "zeroelastic" block to accept "read" or choose '
-            '"quick".'
+            '(`zeroelastic doctor` explains), or set "verify" in the "zeroelastic" block: "read" accepts this, "quick" '
+            "verifies less."
         )
 
 

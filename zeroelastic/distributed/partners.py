@@ -122,8 +122,8 @@ def require_partners(*, wait: bool = True) -> None:
             if not absent:
                 return
             raise UsageError(
-                f"zeroelastic is installed on rank {dist.get_rank()}, and not on rank{'s' if len(absent) > 1 else ''} "
-                f"{', '.join(map(str, absent))}: saves and loads of both together would wait for each other. Call "
+                f"zeroelastic is installed on rank {dist.get_rank()} but not on rank{'s' if len(absent) > 1 else ''} "
+                f"{', '.join(map(str, absent))}: a save or load would hang. Call "
                 "zeroelastic.install() on every rank, before deepspeed.initialize, or on none."
             )
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))

@@ -101,7 +101,7 @@ def batch_plan(
         accumulation = -(-quota // limit)
         return BatchPlan(global_batch, size, -(-quota // accumulation), accumulation)
     raise ConfigError(
-        f"a global batch of {global_batch} cannot be dealt out evenly to {size} ranks. {_working_sizes(global_batch)}"
+        f"a global batch of {global_batch} cannot be divided evenly among {size} ranks. {_working_sizes(global_batch)}"
     )
 
 

@@ -102,8 +102,8 @@ def _unpack(
         problem = "the checkpoint has no position in the data: it was not saved through zeroelastic.elastic"
         if strict:
             raise StrictError(
-                f"{problem}. Set the position yourself and call resume without data, or with strict=False to go on "
-                "from where data is, in a new run the first sample."
+                f"{problem}. Set the position yourself and call resume without data; or pass strict=False to continue "
+                "from the current position of data (in a new run, the first sample)."
             )
         notes.append(f"{problem}; data stays where it was, in a new run at the first sample")
     generators = None

@@ -131,7 +131,7 @@ class ElasticDistributedSampler(Sampler[int]):
         _check_rank(rank, world_size)
         if self.global_batch % world_size:
             raise ConfigError(
-                f"a global batch of {self.global_batch} cannot be dealt out evenly to {world_size} ranks; take an "
+                f"a global batch of {self.global_batch} cannot be divided evenly among {world_size} ranks. Use an "
                 'ElasticBatchSampler with batch_plan(..., misfit="pad"), or another number of ranks.'
             )
         for batch in self.global_batches():
@@ -165,7 +165,7 @@ class ElasticDistributedSampler(Sampler[int]):
         ]
         if changed:
             raise StrictError(
-                f"the saved position is one in another order of samples: {'; '.join(changed)}. Build the sampler as it "
+                f"the saved position is in another order of samples: {'; '.join(changed)}. Build the sampler as it "
                 "was, or begin a new epoch without this state."
             )
         batches, rest = divmod(state["consumed"], self.global_batch)
@@ -243,7 +243,7 @@ class ElasticIterableDataset(IterableDataset[T]):
     ) -> None:
         if plan.padding:
             raise ConfigError(
-                f"a stream cannot be dealt out with empty places: {plan.text()}. Choose a batch that the ranks divide."
+                f"a stream cannot fill a batch with empty places: {plan.text()}. Choose a batch that the ranks divide."
             )
         self.stream, self.plan, self.can_skip, self._rank = stream, plan, can_skip, rank
         self.consumed = 0
@@ -261,8 +261,8 @@ class ElasticIterableDataset(IterableDataset[T]):
         is_other = state.get("global_batch") != self.plan.global_batch
         if (is_other and strict) or not isinstance(state.get("consumed"), int):
             raise StrictError(
-                f"the saved position is one with a global batch of {state.get('global_batch')}; this run's is "
-                f"{self.plan.global_batch}. Resume with that of the save."
+                f"the saved position is for a global batch of {state.get('global_batch')}; this run has "
+                f"{self.plan.global_batch}. Resume with the saved one."
             )
         self.consumed = state["consumed"]
 

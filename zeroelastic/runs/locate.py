@@ -86,7 +86,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         raise UsageError(not_a_directory(path)) from None
     if any(map(is_rank_file, names)):
         if tag not in (None, path.name):
-            raise UsageError(f"{path}: is the tag {path.name} itself; to take {tag}, give the directory above.")
+            raise UsageError(f"{path}: is itself the tag {path.name}. To use {tag}, give the directory above.")
         if not universal and "zero" in inside and is_universal(path):
             raise UnsupportedError(f"{path}: is {UNIVERSAL}. {_OF_OTHERS}")
         root = path.parent
@@ -125,7 +125,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
             raise UsageError(f"{path}: has no tag {printable(chosen)}. {there}")
         raise MissingFileError(
             f"{path}/{LATEST}: names {printable(chosen)}, which is not there. {there}",
-            remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
+            remedy=f"Run `zeroelastic latest DIR --fix` to write the newest tag that verifies into {LATEST}.",
         )
     return Source(path, chosen, tag_dir, latest, _framework(names, chosen))
 
@@ -160,7 +160,7 @@ def _what_is_there(path: FilePath, inside: Collection[str]) -> str:
     here = local_path(path)
     below = [name for name in inside if here is not None and (here / name / LATEST).is_file()]
     if below:
-        return f"is not a checkpoint itself; there are: {some(map(printable, below), _MAX_LISTED)}."
+        return f"is not itself a checkpoint. Give one that it holds: {some(map(printable, below), _MAX_LISTED)}."
     others = formats_below(path, inside)
     if others is not None:
         return f"holds no ZeRO checkpoint; {others}. {_OF_OTHERS}"
@@ -212,7 +212,7 @@ def about_absent(root: FilePath) -> str:
         above, inside, alike = neighbours(here, _MAX_LISTED)
         found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
         named = [*alike, *found]
-        return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
+        return f"{root}: {kind}. In {above} there {_are(named) if named else 'is no similar name'}."
     if tags := _tags(root):
         return f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
     if here is None:

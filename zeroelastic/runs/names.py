@@ -214,8 +214,8 @@ def read_latest(root: FilePath, file: str = LATEST) -> str | None:
         tag, problem = "", "it is not UTF-8"
     if problem is not None:
         raise CheckpointError(
-            f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant.",
-            remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
+            f"{path}: does not hold the name of a tag ({data[:80]!r}: {problem}). It is damaged; give the tag.",
+            remedy=f"Run `zeroelastic latest DIR --fix` to write the newest tag that verifies into {LATEST}.",
         )
     return tag
 

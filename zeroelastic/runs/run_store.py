@@ -99,7 +99,7 @@ class RunStore:
             if not directory_exists(self.root):
                 raise UsageError(not_a_directory(self.root))
             if holds_checkpoint(self.root):
-                raise UsageError(f"{self.root}: is a tag itself; give the directory above.")
+                raise UsageError(f"{self.root}: is itself a tag. Give the directory above.")
             raise UsageError(f"{self.root}: holds no ZeRO checkpoint. Give the directory above the tags.")
         return tags
 

@@ -266,8 +266,8 @@ def require_own_files(directory: FilePath) -> None:
             raise CheckpointError(
                 f"{directory}: the save of {printable(tag)} was cut short: the files beside it (scheduler, generators, "
                 "counters of the framework) are not all of the same save. Load another checkpoint, and save into a new "
-                f"directory each time, so that there is one. Without {directory / NOTE} this mix is loaded all the "
-                "same.",
+                f"directory each time, so that there is one. To load this mix all the same, remove "
+                f"{directory / NOTE}.",
                 remedy="",
             )
 

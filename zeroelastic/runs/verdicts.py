@@ -70,9 +70,8 @@ def refuse_fresh_start(root: FilePath) -> None:
     if signs:
         raise CheckpointError(
             f"{root}: {LATEST} names no checkpoint, and none that is committed trains the parameters of this engine, "
-            f"but {signs[0]}. A run that begins anew beside it would look like one that goes on. Load a checkpoint by "
-            "its tag, give another directory for the new run, or begin anew here all the same: "
-            "resume(..., fresh=True).",
+            f"but {signs[0]}. A new run in this directory would look like its continuation. Load a checkpoint by its "
+            "tag, give another directory for the new run, or begin anew here with resume(..., fresh=True).",
             remedy="",
         )
 

@@ -150,8 +150,8 @@ def diff(
         sides = _Side(left, params), _Side(right, params)
         if params is not None and not any(side.forms for side in sides):
             raise UsageError(
-                f"{params!r} fits no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}. Give a glob "
-                "of their names, or a part of them; `zeroelastic inspect --params` lists them."
+                f"{params!r} matches no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}. Give a "
+                "glob, or a part of a name; `zeroelastic inspect --params` lists them."
             )
         return _compare(*sides, params, progress)
 

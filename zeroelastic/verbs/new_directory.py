@@ -48,7 +48,7 @@ def check_free(dst: Path, *sources: FilePath) -> None:
         raise UsageError(f"{dst.parent}: no such directory. Make it first.")
     for source in filter(None, map(local_path, sources)):
         if dst.parent.resolve().joinpath(dst.name).is_relative_to(source.resolve()):
-            raise UsageError(f"{dst}: lies inside the source {source}, which is not touched. Give a name beside it.")
+            raise UsageError(f"{dst}: lies inside the source {source}, which must not change. Give a name outside it.")
 
 
 def reserve_file(path: Path, nbytes: int) -> None:

@@ -101,7 +101,7 @@ def _describe(tag: Tag, latest: str | None) -> TagInfo:
         elif tag.unfinished is not None or (listing.files.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
         elif not saved.is_recorded and stage == 3 and "base_optimizer_state" in _optimizer_state(listing):
-            status, why = "incomplete", f"{RECORD_NAME} is missing, which an elastic save writes last."
+            status, why = "incomplete", f"{RECORD_NAME} is missing. An elastic save writes it last."
         else:
             status = "committed" if saved.is_recorded else "no record"
     except (CheckpointError, UnsupportedError, UnreadableError) as error:
@@ -267,7 +267,7 @@ def _tags_of(directory: str | os.PathLike[str], changing: str | None) -> tuple[R
     tags = store.require_tags()
     if changing is not None and in_folders(tags):
         raise UsageError(
-            f"{store.root}: its checkpoints are in folders, which have a latest each; {changing} is for tags. Give one "
+            f"{store.root}: its checkpoints are in folders, each with its own latest; {changing} is for tags. Give one "
             "of the folders."
         )
     return store, tags

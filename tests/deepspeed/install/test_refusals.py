@@ -23,7 +23,7 @@ from training import Job, attempt, look, of_all, raised, train_step
 from zeroelastic.testing import RankPool, compare_states
 
 SECTION = "Parallelism and communication"
-ADVICE = 'Save with "format": "rigid", and resume at the world size that saved.'
+ADVICE = 'Save with "format": "rigid", and resume at the saved world size.'
 
 Change = Callable[[], None]
 

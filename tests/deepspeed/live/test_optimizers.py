@@ -253,8 +253,8 @@ REFUSED = {
     "text_of_numpy": "'schedule' of optimizer group 0 is a str_, not a plain value",
     "numbered": "Numbered's optimizer state 0 of sub-group 0 has a key that is not text",
     "complex": "Complex's optimizer state 'phase' of sub-group 0 is a Tensor of shape [], neither",
-    "counting": "Counting keeps 'k' beside the state of its parameters, which has no place at another world size",
-    "own_entry": "OwnEntry keeps 'calls' beside the state of its parameters, which has no place at another world size",
+    "counting": "Counting keeps 'k' beside the state of its parameters; such state cannot be resharded",
+    "own_entry": "OwnEntry keeps 'calls' beside the state of its parameters; such state cannot be resharded",
 }
 BEFORE = "before a save writes anything"
 

@@ -320,7 +320,7 @@ def test_gradients_that_are_pending_at_a_load_are_told_of(rank_pool: RankPool, t
     job = Job(micro=10)
     rank_pool.run(train_and_save, 2, job, str(tmp_path), after=0)
     texts = rank_pool.run(load_in_the_middle, 3, job.other(), str(tmp_path))
-    assert "NOT LOST, though it should be: the gradients of 2 micro batches" in texts[0] and "LOST: the" not in texts[0]
+    assert "GRADIENTS KEPT: those of 2 micro batches" in texts[0] and "LOST: the" not in texts[0]
 
 
 def load_in_the_middle(job: Job, directory: str) -> str:

@@ -199,7 +199,11 @@ def test_what_latest_names_is_where_a_walk_begins(run: Run, rank_pool: RankPool)
 
 
 def test_latest_that_is_damaged_or_not_the_newest_is_said(run: Run, rank_pool: RankPool) -> None:
-    damaged = {b"global_stepr": "names 'global_stepr'", b"gl\xefbal": "holds no name", b"": "holds no name"}
+    damaged = {
+        b"global_stepr": "names 'global_stepr'",
+        b"gl\xefbal": "does not hold the name",
+        b"": "does not hold the name",
+    }
     contents = (*damaged, MIDDLE.encode())
     *failed, loaded = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), latest=contents))
     for result, told in zip(failed, damaged.values(), strict=True):

@@ -183,7 +183,7 @@ def test_an_elastic_tag_without_its_record_is_not_loaded(rank_pool: RankPool, tm
         assert zeroelastic.latest(tmp_path, quick=quick).tag.name == "s1"
     for size in (1, 2):
         for errors in rank_pool.run(load_each, size, job, str(tmp_path), ["s3", "s1"], load_optimizer_states=False):
-            assert "zeroelastic.json is missing, which an elastic save writes last" in errors[0] and errors[1] == ""
+            assert "zeroelastic.json is missing. An elastic save writes it last" in errors[0] and errors[1] == ""
     for verb in (zeroelastic.plan, zeroelastic.open):
         with pytest.raises(zeroelastic.CheckpointError, match="does not count as complete"):
             verb(tmp_path / "s3", **({"world_size": 3} if verb is zeroelastic.plan else {}))

@@ -17,7 +17,7 @@ from zeroelastic.deepspeed.live.own_weights import same_values
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool, compare_states
 
-SAID = "the weights of the model, which are not what the master weights are cast to"
+SAID = "the weights of the model, which differ from the cast master weights"
 LR = 0.5  # so that the weights in the two modes differ in bf16
 JOB = Job(optimizer="schedule_free", lr=LR, sub_group_size=10**6)
 JOBS = {

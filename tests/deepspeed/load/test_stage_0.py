@@ -63,7 +63,7 @@ def test_what_only_fails_in_deepspeed_is_refused_with_a_way_out(
     assert [kind for kind, _ in said[refused:]] == [""] * (3 - refused)
     for _, text in said[:refused]:
         if run:
-            assert "A run at stage 1 or 2 takes the weights alone, with load_optimizer_states=False." in text
+            assert "A run at stage 1 or 2 loads the weights alone with load_optimizer_states=False." in text
         else:
             assert f"{tmp_path / 'global_step1'}: has the files of a run with ZeRO" in text and "Set stage 1" in text
             assert ("take the weights alone" in text) is (saved != 3)

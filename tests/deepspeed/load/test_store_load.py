@@ -172,7 +172,7 @@ def test_what_cannot_be_loaded_from_a_url_is_said(
         assert found["bucket"][0] == "MissingFileError" and "s3://no-such-bucket/run" in found["bucket"][1]
         assert found["protocol"][0] == "UsageError" and "no file system of this name" in found["protocol"][1]
         kind, text = found["stage 0"]
-        assert kind == "UnsupportedError" and "DeepSpeed's own, which reads no URLs" in text
+        assert kind == "UnsupportedError" and "only DeepSpeed can load this, and it reads no URLs" in text
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_shards_that_no_node_has_are_named(run: Callable[..., NodeRun]) -> None:
         kind, said = of_all(saved.call(placed, attempt, job.other(installed=True), saved.nodes.path))
         assert kind == "MissingFileError"
         assert "zero_pp_rank_2_mp_rank_00_model_states.pt" in said and "rank_3" in said
-        assert "no rank of this run sees what 2, 3 of the saved ranks wrote" in said
+        assert "no rank of this run sees the files of saved ranks 2, 3" in said
 
 
 def resume_newest(job: Job, directory: str) -> tuple[Any, Any, int]:

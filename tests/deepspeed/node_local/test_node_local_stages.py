@@ -241,7 +241,7 @@ def altered_frozen_parameter(disks: list[Path]) -> None:
 
 HARMLESS = (lost_module, lost_record, lost_everything_but_shards, truncated_module)
 REFUSED = {
-    lost_shard: ("MissingFileError", "no rank of this run sees what 2 of the saved ranks wrote"),
+    lost_shard: ("MissingFileError", "no rank of this run sees the files of saved rank 2"),
     lost_modules: ("MissingFileError", MODULE),
     stale_module: ("CheckpointError", f"It is the {MODULE} (of rank 2)."),
     altered_buffer: ("CheckpointError", f"It is the {MODULE} (of rank 2)."),
@@ -281,7 +281,7 @@ def test_files_that_a_node_has_lost_or_that_are_stale(run: NodeRun, tmp_path: Pa
             assert all(isinstance(one, Resumed) for one in results), (case.__name__, results)
             check(run.outcome, results, [0, 0, 0])
             assert results[0].report.root_matches
-            assert any(f"no {MODULE} of this save on the nodes of" in note for note in results[0].report.notes)
+            assert any(f"have no {MODULE} of this save: these ranks took" in note for note in results[0].report.notes)
         else:
             ((name, text),) = set(results)
             assert name == REFUSED[case][0] and REFUSED[case][1] in text, (case.__name__, text)
@@ -307,7 +307,7 @@ def test_a_tag_that_one_node_alone_has_committed_is_passed_over(run: NodeRun, tm
         outcomes = [one for (one,) in results]
         if expected is None:
             ((name, text),) = set(outcomes)
-            assert name == "MissingFileError" and "sees what 2, 3 of the saved ranks wrote" in text, text
+            assert name == "MissingFileError" and "sees the files of saved ranks 2, 3" in text, text
         else:
             check(run.outcome, outcomes, expected)
             assert any("FELL BACK to global_step3" in note for note in outcomes[0].report.notes)

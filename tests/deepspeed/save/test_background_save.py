@@ -232,7 +232,7 @@ def test_a_program_that_ends_lets_its_save_come_to_its_end(
     """The collected engine waits for nobody, also where another library has decorated ``destroy``."""
     for seen, said in rank_pool.run(leave_without_a_word, 2, JOB, str(tmp_path), decorated, timeout=60):
         assert seen == (None, "left", True)
-        assert sum("the run ends when this save is finished" in line for line in said) == 1
+        assert sum("the process waits for this save before it exits" in line for line in said) == 1
 
 
 def fork_while_saving(job: Job, directory: str) -> tuple[str, list[str]]:

@@ -132,7 +132,7 @@ def test_resumes_with_the_base_model_loaded_first_are_exact(
     assert not open_checkpoint(tag_of(tmp_path / "a")).names_frozen
     later, (resumed, report) = rank_pool.run(resume, 2, second, str(tmp_path / "a"), str(tmp_path / "b"))[0]
     assert compare_states(saved, resumed) == [] and report.root_matches
-    assert "6 frozen parameters (the run's own, whose digests are those of the save)" in report.text()
+    assert "6 frozen parameters (the run's own; their digests match the save)" in report.text()
     state, report = rank_pool.run(resume, 4, third, str(tmp_path / "b"))[0]
     assert compare_states(later, state) == [] and report.root_matches
 

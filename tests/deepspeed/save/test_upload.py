@@ -365,7 +365,7 @@ def test_a_store_that_is_away_loses_nothing(saved: Saver, calm: S3Server, tmp_pa
     shutil.rmtree(tmp_path / "s2")
     queue.add(committed(tmp_path / "s4"), quick(url))
     assert queue.wait(60) == []
-    assert "s2: not uploaded: it is gone" in "\n".join(said)
+    assert "s2: not uploaded: the tag was removed" in "\n".join(said)
     assert latest(url) == "s4"
     for tag in ("s1", "s3", "s4"):
         assert verify_checkpoint(as_path(f"{url}/{tag}")).valid

@@ -338,7 +338,7 @@ def test_of_two_nodes_that_are_lost_at_once_only_neighbours_cost_what_the_disk_h
     turns = rank_pool.run(run, 3, JOB.other(), directory, shared / "before", [1, 3, 5], 1)
     continued(first[0], turns, 3, tier="directory")
     (passed,) = turns[0].start.passed_over
-    assert passed.startswith("step 5 in memory: ") and "what 0 of the saved ranks wrote" in passed
+    assert passed.startswith("step 5 in memory: ") and "the files of saved rank 0" in passed
 
 
 def test_a_start_waits_for_late_nodes_where_an_agent_can_start_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

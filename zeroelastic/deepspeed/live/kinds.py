@@ -99,7 +99,7 @@ def covered_live(
     if problems:
         raise UnsupportedError(
             f"elastic checkpoints do not cover {', '.join(problems)} yet. "
-            'Save with "format": "rigid", and resume at the world size that saved.'
+            'Save with "format": "rigid", and resume at the saved world size.'
         )
     names = param_names(engine)
     if renamed:

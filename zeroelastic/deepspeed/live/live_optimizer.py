@@ -185,7 +185,8 @@ class LiveOptimizer(ABC):
             )
             if not isinstance(key, str):
                 raise UnsupportedError(
-                    f'{where} has a key that is not text: a save with "format": "rigid" resumes at the same world size.'
+                    f'{where} has a key that is not text. Save with "format": "rigid", and resume at the '
+                    "saved world size."
                 )
             if isinstance(value, torch.Tensor) and value.shape == shape and value.is_contiguous():
                 tensors[key] = value.detach()

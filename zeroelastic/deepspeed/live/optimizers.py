@@ -241,8 +241,8 @@ def scalar_value(value: object, where: str) -> ScalarValue:
     shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
     raise UnsupportedError(
         f"{where} is a {type(value).__name__}{shape}, neither shaped like its flat buffer nor a scalar. "
-        'Block-quantised and factored optimizer states cannot be resharded: a save with "format": "rigid" '
-        "resumes at the same world size."
+        'Block-quantised and factored optimizer states cannot be resharded. Save with "format": "rigid", '
+        "and resume at the saved world size."
     )
 
 

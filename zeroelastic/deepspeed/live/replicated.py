@@ -51,8 +51,8 @@ def refuse_common_state(live: LiveOptimizer) -> None:
     keys = [repr(key) for key in (*common_state(live.base), *live.own_entries())]
     if keys:
         raise UnsupportedError(
-            f"{type(live.base).__name__} keeps {some(keys)} beside the state of its parameters, which has no place at "
-            'another world size: a save with "format": "rigid" resumes at the same one.'
+            f"{type(live.base).__name__} keeps {some(keys)} beside the state of its parameters; such state "
+            'cannot be resharded. Save with "format": "rigid", and resume at the saved world size.'
         )
 
 
@@ -85,7 +85,7 @@ def require_equal(facts: dict[str, str], tokens: Sequence[Token]) -> None:
             named.append(f"{what} is {values[first]} on rank {first} and {values[other]} on rank {other}")
     raise UnsupportedError(
         f"{some(named, separator='; ')}. Values that follow from a rank's own part of the weights cannot "
-        'be resharded: a save with "format": "rigid" resumes at the same world size.'
+        'be resharded. Save with "format": "rigid", and resume at the saved world size.'
     )
 
 
@@ -97,9 +97,9 @@ def _text(value: object, where: str, depth: int = 0) -> str:
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and depth < 3:
         return ",".join(_text(item, where, depth + 1) for item in value)
     raise UnsupportedError(
-        f"{where} is a {type(value).__name__}, not a plain value, which cannot be restored: put numbers, text or lists "
-        'of them in its place. A save with "format": "rigid" resumes at the same world size, where a class that '
-        'is not on the allow-list has to be named in "allow_globals".'
+        f"{where} is a {type(value).__name__}, not a plain value, and cannot be restored. Use numbers, text or lists "
+        'of them instead; or save with "format": "rigid", resume at the saved world size, and name a class that is not '
+        'on the allow-list in "allow_globals".'
     )
 
 

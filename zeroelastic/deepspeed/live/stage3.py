@@ -124,7 +124,7 @@ class Stage3(LiveOptimizer):
                 f"parameter {name} is partitioned over {count} ranks, the model over {world_size}. Expert and other "
                 "per-parameter partition groups cannot be resharded yet. (Under tensor parallelism, "
                 "deepspeed.zero.Init partitions what is not sliced over all ranks: build the model without it.) Save "
-                'with "format": "rigid", and resume at the world size that saved.'
+                'with "format": "rigid", and resume at the saved world size.'
             )
         return Param(name, tuple(map(int, param.ds_shape)))
 

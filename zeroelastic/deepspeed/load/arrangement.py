@@ -75,8 +75,8 @@ def refuse_state_of_zero(engine: Engine, tag_dir: Path, *, weights_only: bool) -
         return
     advice = "" if "model" in kinds else ", or take the weights alone with load_optimizer_states=False"
     raise UnsupportedError(
-        f"{tag_dir}: has the files of a run with ZeRO (*_optim_states.pt), and this run has stage 0, which loads "
-        f"none of them. Set stage 1{advice}."
+        f"{tag_dir}: has the files of a run with ZeRO (*_optim_states.pt), and this run is at stage 0, which "
+        f"cannot load them. Set stage 1{advice}."
     )
 
 
@@ -174,8 +174,8 @@ def _compare(engine: Engine, tag_dir: Path, roots: Sequence[Table], why: str, *,
     if differ:
         raise UnsupportedError(
             f"{tag_dir}: was saved with {some(differ, 3, separator='; with ')}. DeepSpeed alone loads this run "
-            f"({why.partition(' (')[0]}), and resumes it only as it was saved: it would fail, or put the state of one "
-            f"parameter into another. Resume with what saved{advice}."
+            f"({why.partition(' (')[0]}). With other settings than the saved ones it would fail, or put the state of "
+            f"one parameter into another. Resume with the saved settings{advice}."
         )
 
 

@@ -84,8 +84,8 @@ def check_params(
     strict = request.options.on_mismatch == "error"
     if not strict and wrapped is None and not diff.restores(weights_only=request.weights_only):
         raise LayoutMismatchError(
-            f"{tag_dir}: no trained parameter of the model is in the checkpoint: nothing would be resumed, and the "
-            "run would go on from the weights that it has:",
+            f"{tag_dir}: no trained parameter of the model is in the checkpoint. Nothing would be resumed; the run "
+            "would keep its own weights:",
             sorted(dict.fromkeys(diff.problems)),
         )
     if strict or wrapped is not None:
@@ -101,7 +101,7 @@ def check_params(
         requires_grad = {whole_name(name): param.requires_grad for name, param in live.module.named_parameters()}
         problems += [
             f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
-            "parameters: load_module_strict=False keeps the run's own"
+            "parameters; load_module_strict=False keeps the run's own"
             for name in diff.excluded
             if math.prod(shapes[name]) or not requires_grad.get(name, False)
         ]

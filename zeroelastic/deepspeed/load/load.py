@@ -63,8 +63,8 @@ class LoadCall:
         engine = self.engine
         if local_path(request.directory) is None:
             raise UnsupportedError(
-                f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
-                "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
+                f"{request.load_dir}: only DeepSpeed can load this, and it reads no URLs. From object stores "
+                "zeroelastic loads at ZeRO stages 1 to 3, but no Universal checkpoints. Load this from a local copy."
             )
         before = state_of(engine).damage
         begin_change(engine, "The engine may hold a part of the checkpoint: do not train on it.")

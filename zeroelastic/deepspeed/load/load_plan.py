@@ -238,10 +238,10 @@ def _weights_plan(checkpoint: Checkpoint, model: ModuleHeader, live: LiveOptimiz
     if not own_weights:
         return None
     raise UnsupportedError(
-        f"{model.path}: the weights of the model ({some(sorted(saved))}) were not the master weights when this was "
-        "saved, as those of a schedule-free optimizer in eval() are not, and this run has no place for them: stage 3, "
-        f"slices of experts or of tensor parallelism, or another dtype ({some(sorted(current))}). Resume at stage 1 or "
-        "2 with the same precision, train a step, and save."
+        f"{model.path}: the weights of the model ({some(sorted(saved))}) differed from the master weights when this "
+        "was saved, as with a schedule-free optimizer in eval(). This run has no place for them: it is at stage 3, or "
+        f"has slices of experts or of tensor parallelism, or another dtype ({some(sorted(current))}). Resume at stage "
+        "1 or 2 with the same precision, train a step, and save."
     )
 
 

@@ -16,7 +16,7 @@ from zeroelastic.deepspeed.node_local.peers import LoadCost
 from zeroelastic.distributed.collective import all_gather_mostly_equal
 from zeroelastic.errors import StrictError, counted, rank_list, some
 
-LOAD_BASE_FIRST = "Load the base model that the run was saved with before deepspeed.initialize"
+LOAD_BASE_FIRST = "Before deepspeed.initialize, load the base model of the saved run"
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
     notes.warnings += filter(None, [steps_note(load_plan.model, load_plan.head, saved)])
     if request.custom_load_fn is not None:
         notes.warnings.append(
-            "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the "
-            "value that the checkpoint has under its name. To keep another value, set it after the load"
+            "custom_load_fn sets only buffers and other module state: after it, each parameter gets the value that the "
+            "checkpoint has under its name. To keep another value, set it after the load"
         )
     if load_plan.weights_only:
         return
@@ -84,15 +84,15 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
         )
     if pending:
         notes.warnings.append(
-            f"NOT LOST, though it should be: the gradients of {counted(pending, 'micro batch')} "
-            "that this engine accumulated before the load go into its next optimizer step"
+            f"GRADIENTS KEPT: those of {counted(pending, 'micro batch')} that this engine accumulated before the load "
+            "go into its next optimizer step, although they are not part of the checkpoint"
         )
 
 
 def other_base(names: tuple[str, ...], saved: Inventory) -> str:
     """The sentence on frozen weights of the run that are not those of a save, which has only their digests."""
     return (
-        f"{counted(len(names), 'frozen parameter')} of the run differ from those of the save by dtype, shape or digest "
+        f"{counted(len(names), 'frozen parameter')} of the run differ from those of the save in dtype, shape or digest "
         f"({some(names)}); the checkpoint has only their digests ({saved.excluded_how})"
     )
 
@@ -105,14 +105,14 @@ def check_batch(saved: int | None, current: int, world_size: int, *, strict: boo
     how = (
         f"train_micro_batch_size_per_gpu {keep[-1]} with gradient_accumulation_steps {saved // (keep[-1] * world_size)}"
         if keep
-        else f"no micro batch does on {world_size} ranks; world sizes that divide {saved} can"
+        else f"no micro batch fits on {world_size} ranks; use a world size that divides {saved}"
     )
     if keep and len(keep) > 1:
         how += f", or {keep[0]} with {saved // (keep[0] * world_size)}"
     message = f"GLOBAL BATCH CHANGED from {saved} to {current}; to keep it: {how}"
     if strict:
         raise StrictError(
-            f'{message}. ("strict": false in the "zeroelastic" block, without "keep_global_batch", allows it.)'
+            f'{message}. (To allow it, set "strict": false in the "zeroelastic" block, without "keep_global_batch".)'
         )
     return message
 
@@ -128,7 +128,7 @@ def note_module_files(load_plan: LoadPlan, notes: LoadNotes) -> None:
     partial = checkpoint.inventory.partial_ranks
     taken = all_gather_mostly_equal((model.path.name, model.directory, not checkpoint.inventory.reads(model.path.name)))
     few = f"{counted(len(partial), 'rank')} of {len(taken)} ({some(map(str, partial))})"
-    notes.texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
+    notes.texts.append(f"node-local disks: {few} did not see all files; ranks that did read and sent them")
     if not checkpoint.whole_model:
         return
     if len({(name, directory) for name, directory, _ in taken}) > len({name for name, _, _ in taken}):
@@ -137,8 +137,8 @@ def note_module_files(load_plan: LoadPlan, notes: LoadNotes) -> None:
         )
     if without := [str(rank) for rank, (_, _, is_remote) in enumerate(taken) if is_remote]:
         notes.texts.append(
-            f"no {model.path.name} of this save on the nodes of {counted(len(without), 'rank')} ({some(without)}): "
-            "buffers and client state are another node's there"
+            f"the nodes of {counted(len(without), 'rank')} ({some(without)}) have no {model.path.name} of this save: "
+            "these ranks took buffers and client state from another node's"
         )
 
 

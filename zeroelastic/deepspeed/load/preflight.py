@@ -129,7 +129,7 @@ def _other_frozen(plan: LoadPlan) -> tuple[str, ...]:
     if not others:
         return ()
     what = f"{plan.tag_dir}: {other_base(others, saved)}. {LOAD_BASE_FIRST}"
-    advice = "load_module_strict=False keeps the run's own"
+    advice = "pass load_module_strict=False to keep the run's own"
     if saved.excluded_by == "option":
         advice = 'save with "frozen": "include" to have frozen weights in the checkpoint'
     if saved.excluded_by == "option" or (request.strict_module and request.options.on_mismatch == "error"):
@@ -138,7 +138,7 @@ def _other_frozen(plan: LoadPlan) -> tuple[str, ...]:
             f"{what}; or {advice}:", [f"frozen parameter {name} {shapes.get(name, '')}" for name in others]
         )
     if request.options.strict:
-        raise StrictError(f'{what}. Or set "strict": false in the "zeroelastic" block to go on all the same.')
+        raise StrictError(f'{what}. Or set "strict": false in the "zeroelastic" block to keep the run\'s own.')
     return others
 
 

@@ -52,7 +52,8 @@ def load_report(
         texts.append(verification.note)
     if live.tp.size > 1:
         texts.append(
-            f"each of {live.tp.size} tensor parallel ranks: the ranks above are those of its data parallel group"
+            f"ranks are counted in one data parallel group, of which there are {live.tp.size}: one for each tensor "
+            "parallel rank"
         )
     return ResumeReport(
         path=str(load_plan.tag_dir),
@@ -117,7 +118,7 @@ def _inventory(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> tuple[l
     states = sorted({key for keys in load_plan.head.tensor_keys for key in keys} - {FP32})
     scalars = sorted({key for entry in load_plan.head.scalars for key in entry})
     if notes.own_weights:
-        exact.append("the weights of the model, which are not what the master weights are cast to")
+        exact.append("the weights of the model, which differ from the cast master weights")
     elif not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         pass  # the master weights are the weights
     elif engine.zero_load_from_fp32_weights():
@@ -139,7 +140,7 @@ def _inventory(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> tuple[l
         exact.append(counted(len(diff.frozen), "frozen parameter"))
     kept = [name for name in diff.excluded if name not in load_plan.other_frozen]
     if kept and load_plan.keeps_frozen:
-        exact.append(f"{counted(len(kept), 'frozen parameter')} (the run's own, whose digests are those of the save)")
+        exact.append(f"{counted(len(kept), 'frozen parameter')} (the run's own; their digests match the save)")
     elif kept:
         reset.append(f"{counted(len(kept), 'frozen parameter')} (excluded from the save): {', '.join(kept)}")
     if others := load_plan.other_frozen:
@@ -191,7 +192,7 @@ def _changes(load_plan: LoadPlan, notes: LoadNotes) -> tuple[str, ...]:
             ),
             ("in the checkpoint and not in the model, ignored", diff.dropped),
             (
-                "under another name in the checkpoint, for an adapter or because they are tied, weights from there",
+                "saved under another name, because of an adapter or a tie, weights from the checkpoint",
                 [f"{name} (saved as {before})" for name, before in load_plan.renamed.items()],
             ),
             (
@@ -224,9 +225,9 @@ def _state_lines(load_plan: LoadPlan) -> list[str]:
             text = "optimizer state not created yet, as before a first step"
         else:
             step = state.scalars.get("step")
-            at = f" at step {step.value} of" if step is not None else " in"
+            at = f" at step {step.value}," if step is not None else ""
             text = (
-                f"optimizer state ({', '.join(tensors) or 'none'}) as before a first step, but{at} the "
+                f"optimizer state ({', '.join(tensors) or 'none'}) as before a first step, but{at} in the "
                 f"{live.buffer_kind} of restored parameters"
             )
         names.setdefault(text, []).append(param.name)
@@ -252,12 +253,16 @@ def _group_lines(load_plan: LoadPlan) -> list[str]:
                 f"{', '.join(differ)}"
             )
         elif match.source is None:
-            lines.append(f"hyper-parameters of optimizer group {g} are the run's own: nothing in it was restored")
+            lines.append(
+                f"hyper-parameters of optimizer group {g} are the run's own: none of its parameters was restored"
+            )
         elif match.source != g or len(match.shared) > 1:
             listed = " and ".join(map(str, match.shared))
             lines.append(f"hyper-parameters of optimizer group {g} are those of saved group {listed}")
     used = {s for match in diff.groups for s in match.shared}
     ignored = [str(s) for s in range(len(saved)) if s not in used]
     if ignored:
-        lines.append(f"hyper-parameters of saved group {' and '.join(ignored)} ignored: nothing of it is trained here")
+        lines.append(
+            f"hyper-parameters of saved group {' and '.join(ignored)} ignored: this run trains none of its parameters"
+        )
     return lines

@@ -99,7 +99,7 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
             )
         raise MissingFileError(
             f"{load_dir / LATEST}: names {shown(named)}, which is not in {load_dir}. The file is damaged, or the "
-            "tag was removed: pass a tag, or let `zeroelastic latest --fix` write it anew.",
+            "tag was removed. Pass a tag, or repair the file with `zeroelastic latest DIR --fix`.",
             remedy="",
         )
     return named, seen[0].newer

@@ -258,10 +258,7 @@ def _describe(own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: i
     names = ", ".join(f"{name}: {key}" for name, key in named)
     more = " ..." if num_wrong > _NAMED else ""
     differ = "1 tensor differs" if num_wrong == 1 else f"{num_wrong} tensors differ"
-    return (
-        f"{load_plan.tag_dir}: {differ} from what the commit record says was saved: "
-        f"{names}{more}. {files} The checkpoint is damaged."
-    )
+    return f"{load_plan.tag_dir}: {differ} from the commit record: {names}{more}. {files} The checkpoint is damaged."
 
 
 def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[bool, str]:

@@ -198,7 +198,9 @@ class Uploads:
                     put_object(run / LATEST, saved.tag.encode())
                     self._latest[run] = upload.began
         except MissingFileError:
-            logger.warning("%s: not uploaded: it is gone, was saved again, or has no commit record", saved.place)
+            logger.warning(
+                "%s: not uploaded: the tag was removed, was saved again, or has no commit record", saved.place
+            )
             return True
         except Exception as error:  # file systems raise errors of many kinds
             why = f"{reason(error)}. It is tried again after the next commit"
@@ -226,7 +228,7 @@ def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool)
     if (limit := _limit_of_framework(root, tag)) is not None:
         if limit not in _warned:
             _warned.add(limit)
-            logger.warning('"keep" removes no checkpoints here: each has a folder of its own. Use %s.', limit)
+            logger.warning('"keep" removes no checkpoints here: each has its own folder. Use %s.', limit)
         return ()
     removed: list[str] = []
     try:

@@ -67,8 +67,8 @@ def refuse_background(engine: Engine) -> None:
         name = "DataStates" if datastates is not None and datastates.enabled else ""
     if name:
         raise UnsupportedError(
-            f'"async_save" is for DeepSpeed\'s ordinary checkpoint engine; this run saves with {name}, which has '
-            "a way of its own to save while training goes on, or none. Leave out one of the two."
+            f'"async_save" needs DeepSpeed\'s default checkpoint engine; this run saves with {name}, which saves in '
+            "the background in another way, or not at all. Leave out one of the two."
         )
 
 
@@ -90,9 +90,9 @@ def background_for(engine: Engine, live: LiveOptimizer) -> Background | None:
         return None
     all_or_raise(lambda: refuse_background(engine))
     if live.on_nvme:
-        reason = "a snapshot of what lies on NVMe would take the host memory that it is kept out of"
+        reason = "a snapshot of state on NVMe would take as much host memory as the offload saves"
     elif live.layout.world_size != dist.get_world_size():
-        reason = "they are not there yet for tensor parallelism"
+        reason = "tensor parallelism is not supported yet"
     else:
         return background_of(engine)
     state = state_of(engine)
@@ -205,7 +205,10 @@ def unfinished() -> list[BackgroundSave]:
 def finish_at_exit() -> None:
     """Wait for the unfinished saves at the end of the interpreter, on each rank alone."""
     for save in unfinished():
-        logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", save.tag_dir)
+        logger.warning(
+            "%s: the process waits for this save before it exits; call engine.destroy() at the end of the script",
+            save.tag_dir,
+        )
         save.wait()
         if save.failure is not None:
             logger.error("%s", save.failure)
@@ -248,7 +251,7 @@ def finish_pending(engine: Engine, *, before: str = "") -> float | None:
     finally:
         if before and waits and dist.get_rank() == 0:
             logger.warning(
-                "%s waited %.2f s for the save of %s to be finished", before, time.monotonic() - began, pending.tag_dir
+                "%s waited %.2f s for the save of %s to finish", before, time.monotonic() - began, pending.tag_dir
             )
     return pending.seconds
 

@@ -74,7 +74,7 @@ def refuse_unwritable(engine: Engine) -> None:
     if problem is not None:
         raise UnsupportedError(
             f'elastic checkpoints do not cover this: {problem}, or save with "format": "rigid" and resume at the '
-            "world size that saved."
+            "saved world size."
         )
 
 
@@ -141,7 +141,7 @@ def prepare(engine: Engine, request: SaveRequest, *, elastic: bool) -> tuple[Liv
     if len(places) > 1:
         raise UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
-            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
+            "checkpoint has one tag and one directory, which all ranks share: pass the same on every rank."
         )
     return live, client_state
 

@@ -90,8 +90,8 @@ def _writes_after_return(engine: Engine) -> bool:
     name = type(writer).__name__
     if saves_elastic(engine):
         raise UnsupportedError(
-            f"{name} is a decoupled checkpoint engine, which writes after save_checkpoint has returned: elastic "
-            'checkpoints do not go with it. Use "async_save": true in the "zeroelastic" block in its place, or save '
+            f"{name} is a decoupled checkpoint engine, which writes after save_checkpoint has returned: it cannot "
+            'write elastic checkpoints. Use "async_save": true in the "zeroelastic" block instead, or save '
             'with "format": "rigid".'
         )
     if dist.get_rank() == 0:
@@ -102,8 +102,8 @@ def _writes_after_return(engine: Engine) -> bool:
 @functools.cache
 def _say_decoupled(name: str) -> None:
     logger.warning(
-        "saves of this run are left to DeepSpeed, rigid and without a commit record: %s writes them after "
-        'save_checkpoint has returned. "async_save": true in the "zeroelastic" block is our way',
+        "DeepSpeed alone saves this run, rigid and without a commit record: %s writes after save_checkpoint has "
+        'returned. For elastic saves in the background, use "async_save": true in the "zeroelastic" block',
         name,
     )
 
@@ -223,6 +223,6 @@ def _warn_without_memory(engine: Engine) -> None:
         state.memory = True
         if dist.get_rank() == 0:
             logger.warning(
-                '"memory" is in the "zeroelastic" block, and no checkpoints in memory are made: the training loop is '
-                "not within zeroelastic.elastic.preemption(). Put it there, or leave the option out."
+                '"memory" in the "zeroelastic" block has no effect: the training loop is not within '
+                "zeroelastic.elastic.preemption(). Put it there, or leave the option out."
             )

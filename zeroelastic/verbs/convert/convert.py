@@ -177,7 +177,7 @@ def _check_ways(
             "--to universal: Universal checkpoints are not written. Use DeepSpeed's own converter, which reads the "
             "files of zeroelastic: python -m deepspeed.checkpoint.ds_to_universal --input_folder TAG_DIR "
             "--output_folder DST/TAG. It gives wrong values after round_robin_gradients, and loses state other than "
-            "Adam's: load the checkpoint with zeroelastic then."
+            "Adam's; in these cases load the checkpoint with zeroelastic."
         )
     choice_option(to, "--to", get_args(To))
     choice_option(from_, "--from", get_args(From))

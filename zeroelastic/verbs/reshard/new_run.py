@@ -74,7 +74,7 @@ class ReshardOptions:
         """Raise UsageError for an option that the ZeRO stage of the result does not have."""
         if stage == 3 and self.zero_options:
             raise UsageError(
-                f"{' and '.join(self.zero_options)} makes no difference at ZeRO stage {stage}. Leave it out, or give "
+                f"{' and '.join(self.zero_options)} has no effect at ZeRO stage {stage}. Leave it out, or give "
                 "--stage 1 or 2."
             )
         if stage != 3 and self.format == "elastic":
@@ -178,8 +178,8 @@ def data_parallel_size(world_size: int, tensor_size: int) -> int:
     """The number of ranks that hold the same slices. Raises UsageError where the tensor parallel ranks do not fit."""
     if world_size % tensor_size:
         raise UsageError(
-            f"--world-size {world_size} is not a multiple of the tensor parallel size {tensor_size}: it counts all "
-            "ranks. Give another, or --tp."
+            f"--world-size {world_size} counts all ranks and is not a multiple of the tensor parallel size "
+            f"{tensor_size}. Give another --world-size or --tp."
         )
     return world_size // tensor_size
 
@@ -230,8 +230,8 @@ def _experts_for(saved: Slicing, topology: Topology, size: int, stage: int) -> S
         )
     if topology.data_size % size:
         raise UsageError(
-            f"{counted(topology.data_size, 'rank')} are no groups of {size} expert parallel ranks. Give an --ep that "
-            "divides --world-size."
+            f"{counted(topology.data_size, 'rank')} cannot form groups of {size} expert parallel ranks. Give an --ep "
+            "that divides --world-size."
         )
     return replace(saved, topology=topology).with_experts(tensors, size)
 

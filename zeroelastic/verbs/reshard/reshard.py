@@ -232,7 +232,7 @@ def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> 
     )
     wrong = dict.fromkeys(f"{name}: {key}" for (name, key), _ in sorted(saved.items() ^ found.items(), key=repr))
     raise DigestMismatchError(
-        f"{plan.source.tag_dir}: what was read differs from what its commit record says was saved: "
+        f"{plan.source.tag_dir}: the data that was read differs from its commit record: "
         f"{some(wrong)}. The checkpoint is damaged. Nothing was written."
     )
 

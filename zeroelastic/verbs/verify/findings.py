@@ -274,10 +274,11 @@ def _differing_copies(headers: TagHeaders, whole_tensors: CopySums, explained: _
             for rank in headers.parts[int(streams.part[stream])].layout_holders(int(streams.slice[stream]))
             if rank in files
         ]
-        whose = "is not the same in" if len(chosen) == len(members) else "is not what other ranks have in"
+        all_differ = len(chosen) == len(members)
+        how = f"differ in {some(names)}" if all_differ else f"in {some(names)} differ from those of other ranks"
         sentence = (
-            f"{tensor.key} of {tensor.param.name}, of which ranks have copies, {whose} {some(names)}, whose "
-            "checksums are right: files of another save, or altered."
+            f"The copies of {tensor.key} of {tensor.param.name} {how}, although the checksums are right: files of "
+            "another save, or altered."
         )
         file = names[0] if len(names) == 1 else ""
         problems.append(Problem(file=file, sentence=sentence, param=tensor.param.name, key=tensor.key))
@@ -289,7 +290,7 @@ def _altered(headers: TagHeaders, file: str, rows: RankRows, here: Int64Array, w
 
     ``wrong`` is by row.
     """
-    what = "is not what the file's own digests say, although its checksum is right: the file was altered"
+    what = "does not match the file's own digests, although its checksum is right: the file was altered"
     known = here[wrong[here]] if len(here) > 1 else here
     if len(known):
         return [_row_problem(headers, file, rows, i, what) for i in known.tolist()]
@@ -313,7 +314,7 @@ def _of_record(
         inside_it = [headers.tensors[t] for t in rows.tensor[damaged].tolist()]
         which = some([f"{tensor.key} of {tensor.param.name}" for tensor in inside_it])
         keys = {tensor.key for tensor in inside_it}
-        sentence = f"{bad.file}: {sums}. It holds {which}; nothing tells which of these is damaged."
+        sentence = f"{bad.file}: {sums}. It holds {which}; it is not known which of these is damaged."
         key = keys.pop() if len(keys) == 1 else None
         return [Problem(file=bad.file, sentence=sentence, key=key, offset=record.offset, bytes=record.nbytes)]
     if inside.any():
@@ -321,8 +322,8 @@ def _of_record(
     else:
         opened = (headers.shards.get(bad.rank), headers.models.get(bad.rank))
         known = any(header is not None and header.path.name == bad.file for header in opened)
-        held = "no parameter or optimizer state" if known else "what the file's own header would tell"
-        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, f'It holds {held}.')}"
+        held = "It holds no parameter or optimizer state." if known else "Only the file's header says what it holds."
+        sentence = f"{bad.file}: {sums}. {_ROLES.get(name, held)}"
     return [Problem(file=bad.file, sentence=sentence, offset=record.offset, bytes=record.nbytes)]
 
 
@@ -350,7 +351,7 @@ def _unplaced(headers: TagHeaders, wrong: Sequence[int]) -> list[Problem]:
         names = [files[rank].name for rank in part.holders(p)]
         where = names[0] if len(names) == 1 else f"one of {some(names)}"
         sentence = (
-            f"{tensor.key} of {tensor.param.name} is not what the commit record says was saved. It is in {where}, "
+            f"{tensor.key} of {tensor.param.name} does not match the commit record. It is in {where}, "
             "whose checksums are right: a file of another save, or altered."
         )
         file = names[0] if len(names) == 1 else ""
@@ -388,8 +389,8 @@ def _words(
             checked.append(f"digests of {int(right.sum())} of {tensors} equal those of the commit record")
     else:
         unchecked.append(
-            "not checked, because there is no commit record: whether this is what was saved; a file that was altered, "
-            "its checksums computed anew, would not be noticed"
+            "not checked, because there is no commit record: whether this is what was saved; a file that was altered "
+            "and given new checksums would not be noticed"
         )
     if scan.unstated:
         files = some(scan.unstated)
