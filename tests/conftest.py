@@ -56,6 +56,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _compiled_ops = Path(sys.prefix) / "torch_extensions"
 if _compiled_ops.is_dir():
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_compiled_ops))
+    # With the environment's ninja: another version of it would compile all of them again.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
 
 # A busy machine is no bug of ours: properties have no deadline of their own, the test's time limit holds.
 settings.register_profile(
