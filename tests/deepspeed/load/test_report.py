@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from training import initialize
+from saved_files import logged
+from training import GLOBAL_BATCH, Job, build_engine, initialize, train_and_save
 
 from zeroelastic import ResumeReport
 from zeroelastic.testing import RankPool
@@ -108,3 +109,20 @@ def test_what_neither_the_model_nor_the_save_has_is_not_reported_as_lost(
     )
     more = rank_pool.run(load_plain, 3, str(tmp_path / "some"), precision)[0]
     assert more.rederived == (*weights, "client state of rank 2 from saved rank 0")
+
+
+def batch_lines(directory: str) -> list[str]:
+    """What a load logs of the global batch."""
+    engine = build_engine(Job())
+    said = logged("deepspeed.load.load")
+    engine.load_checkpoint(directory)
+    return [line for line in said if "global batch" in line]
+
+
+@pytest.mark.quick
+def test_a_kept_global_batch_is_logged_at_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path))
+    each = GLOBAL_BATCH // 3
+    kept = f"global batch {GLOBAL_BATCH} as before (micro batch {each} x 3 ranks x 1 accumulated)"
+    assert rank_pool.run(batch_lines, 3, str(tmp_path)) == [[f"resumed on 3 ranks from 2: {kept}"], [], []]
+    assert rank_pool.run(batch_lines, 2, str(tmp_path)) == [[], []]
