@@ -39,7 +39,7 @@ unexport PYTHONUNBUFFERED
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve docs-test reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage deepspeed-faults test-gpu test-native native-tests compiled-tests \
-    crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale support sizes lint format clean
+    crash crash-training crash-memory bench-memory damage faults fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale support sizes lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -66,6 +66,7 @@ help:
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
 	@echo "make bench-scale  headers and records of many parameters and ranks; needs a quiet machine"
 	@echo "make front-ends  TRL, LLaMA-Factory and others, unchanged, on 2 -> 3 -> 1 ranks"
+	@echo "make faults    puts 40 faults into the code, one at a time: a test has to find each"
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make dist      a source distribution and a wheel for every Python and most Linux systems, in dist/"
 	@echo "make dist-aarch64  the wheel for ARM servers, cross-compiled, its C++ tests in an emulator"
@@ -259,6 +260,9 @@ crash: $(STAMP)
 	$(PY) benchmarks/crash_reshard.py --kills 50 --out benchmarks/results
 	$(PY) benchmarks/crash_reshard.py --kills 50 --stages 3 2 --out benchmarks/results
 	$(PY) benchmarks/crash_reshard.py --kills 25 --stages 2 3 --out benchmarks/results
+
+faults: warm
+	$(PY) benchmarks/faults.py --out benchmarks/results/faults.json
 
 crash-training: $(STAMP)
 	$(PY) benchmarks/crash_training.py --kills 200 --out benchmarks/results
