@@ -14,8 +14,6 @@ import os
 import time
 from contextlib import suppress
 
-import numpy as np
-
 VARIABLE = "ZEROELASTIC_LARGE_PAGES"
 """An environment variable: 1 or 0 decides about large pages, and nothing is measured."""
 
@@ -37,12 +35,13 @@ def large_pages_pay() -> bool:
 def seconds_for_memory(advice: int) -> float:
     """Return how long the system takes to give 8 MiB of new memory under this advice of ``madvise``."""
     pages = mmap.mmap(-1, _MEASURED + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(pages, dtype=np.uint8)
-    begin = -memory.ctypes.data % LARGE_PAGE
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % LARGE_PAGE
+    memory = memoryview(pages)[begin : begin + _MEASURED : _SMALL_PAGE]
+    ones = b"\1" * len(memory)
     with suppress(OSError):  # a system without large pages gives small ones
         pages.madvise(advice)
     began = time.perf_counter()
-    memory[begin : begin + _MEASURED : _SMALL_PAGE] = 1
+    memory[:] = ones
     return time.perf_counter() - began
 
 
