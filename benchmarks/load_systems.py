@@ -330,14 +330,14 @@ def load_tensors(run: Run, path: Path) -> Load:
     from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.core.plan import check_plan, make_plan, source_ranks
     from zeroelastic.deepspeed.fill import Target, fill
-    from zeroelastic.deepspeed.live.live_optimizer import ask_for_large_pages
+    from zeroelastic.io.large_pages import ask_for_large_pages
 
     layout = run.live().layout
     targets = [Target(key, 0, tensor, "float32") for key, tensor in run.tensors().items()]
 
     def load() -> None:
         for target in targets:
-            ask_for_large_pages(target.tensor)  # as an engine's load does with what it makes
+            ask_for_large_pages(target.tensor.data_ptr(), target.tensor.nbytes)  # as a load into an engine does
         checkpoint = open_checkpoint(path / (path / "latest").read_text().strip(), near_rank=run.rank)
         saved = checkpoint.world_size
         sources = source_ranks(layout.numel.tolist(), saved_world_size=saved, world_size=run.world_size, rank=run.rank)
