@@ -243,7 +243,7 @@ def test_a_damaged_record_is_not_passed_over(tmp_path):
 
 def test_stage_0_is_refused_by_name(tmp_path):
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match="is of ZeRO stage 0"):
+    with pytest.raises(UnsupportedError, match="saved at ZeRO stage 0"):
         open_checkpoint(tmp_path)
 
 
