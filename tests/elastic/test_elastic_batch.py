@@ -90,7 +90,7 @@ def test_world_sizes_are_the_divisors(global_batch: int) -> None:
 
 
 def test_a_batch_that_does_not_fit_names_the_world_sizes_that_work() -> None:
-    with pytest.raises(ConfigError, match=r"of 12 .* to 5 ranks\. World sizes that work: 1, 2, 3, 4, 6, 12\."):
+    with pytest.raises(ConfigError, match=r"of 12 .* among 5 ranks\. World sizes that work: 1, 2, 3, 4, 6, 12\."):
         batch_plan(12, 5)
 
 
