@@ -109,9 +109,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "native MoE at stage 3": ("moe", {"world_size": 2, "stage": 3}, UnsupportedError, r"does not start at stage 3"),
     "experts and tensor parallelism": ("autoep", {"world_size": 2, "tp": 2}, UnsupportedError, r"Leave --tp out"),
     "experts that do not divide": ("autoep", {"world_size": 3, "ep": 3}, UnsupportedError, r"\(4\)\. Give an --ep"),
-    "ranks that do not divide": ("autoep", {"world_size": 3}, UsageError, r"cannot form groups of 2 expert parallel ranks"),
-    "tensor ranks that do not divide": ("llama", {"world_size": 3}, UsageError, r"3 counts all ranks and is not a multiple of .* size 2"),
-    "fewer ranks than tensor ranks": ("llama", {"world_size": 1}, UsageError, r"1 counts all ranks and is not a multiple of .* size 2"),
+    "ranks that do not divide": (
+        "autoep",
+        {"world_size": 3},
+        UsageError,
+        r"cannot form groups of 2 expert parallel ranks",
+    ),
+    "tensor ranks that do not divide": (
+        "llama",
+        {"world_size": 3},
+        UsageError,
+        r"3 counts all ranks and is not a multiple of .* size 2",
+    ),
+    "fewer ranks than tensor ranks": (
+        "llama",
+        {"world_size": 1},
+        UsageError,
+        r"1 counts all ranks and is not a multiple of .* size 2",
+    ),
     "no experts": ("llama", {"world_size": 2, "ep": 2}, UnsupportedError, r"has no experts that DeepSpeed distributes"),
     "a size of zero": ("llama", {"world_size": 2, "tp": 0}, UsageError, r"0 tensor parallel ranks make no sense"),
 }
