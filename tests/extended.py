@@ -33,6 +33,15 @@ QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
 NIGHTLY = {"test_trl.py", "test_versions.py", "test_wheel.py"}
 """Modules that need other DeepSpeeds, front ends or wheels, which `make test-all` makes first."""
 
+TESTS_OF = {
+    "csrc": ("executors/", "io/test_machine_faults.py"),
+    "docs": ("project/test_docs.py", "project/test_site.py", "integrations/test_frameworks.py"),
+    "README.md": ("project/test_docs.py",),
+    "examples": ("project/test_example_programs.py", "project/test_docs.py", "integrations/test_frameworks.py"),
+    "benchmarks": ("project/test_bench", "project/test_campaigns.py"),
+}
+"""What runs the files of a folder that is neither the package nor its tests: how the paths of the tests begin."""
+
 
 def with_swept(cases: Iterable[Any], swept: Collection[Any]) -> list[ParameterSet]:
     """The cases of a parametrised test, of which those in ``swept`` run in `make sweep` alone.
@@ -64,10 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in [*repeated_cases(items), *filter(is_swept, items)]:
         item.add_marker(pytest.mark.extended)
     if commit := config.getoption("touched_since"):
-        names = subprocess.run(
-            ["git", "diff", "--name-only", commit], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout.splitlines()
-        touched = touched_by(ROOT, names)
+        found = subprocess.run(
+            ["git", "diff", "--name-only", commit], cwd=ROOT, check=False, capture_output=True, text=True
+        )
+        if found.returncode:
+            raise pytest.UsageError(f"--touched-since={commit}: git knows no such commit here: {found.stderr.strip()}")
+        touched = touched_by(ROOT, found.stdout.splitlines())
         for item in items:
             if item.path in touched:
                 item.add_marker(pytest.mark.touched)
@@ -85,6 +96,8 @@ def touched_by(root: Path, changed: Iterable[str]) -> set[Path]:
             packages = [root / "tests" / Path(*path.parts[1:depth]) for depth in range(2, len(path.parts))]
             near = next((folder for folder in reversed(packages) if folder.is_dir()), None)
             found |= {test for test in tests if near in test.parents or test.stem.startswith(f"test_{path.stem}")}
+        begins = TESTS_OF.get(path.parts[0], ())
+        found |= {test for test in tests if str(test.relative_to(root / "tests")).startswith(begins)}
     return found
 
 

@@ -30,8 +30,8 @@ def left_locks() -> dict[Path, str]:
     locks = {lock: taken for folder in _folders() if (taken := _taken(lock := folder / "lock"))}
     held = _open_files() if locks else frozenset()
     return {
-        lock: f"{lock}: was left by a build that was killed, and builds there wait forever. If nothing builds there on "
-        f"another machine, remove it: rm {shlex.quote(str(lock))}"
+        lock: f"{lock}: was left by a build that was killed, and builds there wait forever. If no other machine or "
+        f"user builds there, remove it: rm {shlex.quote(str(lock))}"
         for lock, taken in locks.items()
         if os.path.realpath(lock) not in held and _taken(lock) == taken  # else it was released meanwhile
     }

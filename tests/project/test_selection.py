@@ -119,11 +119,14 @@ def test_ci_runs_what_a_change_needs_once() -> None:
         ("zeroelastic/core/plan.py", {"core/test_plan.py", "verbs/test_plan_verb.py"}),
         ("zeroelastic/io/deep/retries.py", {"io/test_s3.py"}),
         ("zeroelastic/byte_sizes.py", set()),
-        ("docs/index.md", set()),
+        ("docs/guides/lora.md", {"project/test_docs.py"}),
+        ("csrc/tests/main.cpp", {"executors/test_native.py"}),
+        ("LICENSE", set()),
     ],
 )
 def test_what_has_changed_leads_to_its_tests(tmp_path: Path, changed: str, found: set[str]) -> None:
     files = {"core/test_plan.py": "", "verbs/test_plan_verb.py": "", "io/test_s3.py": "from stores import serve_s3\n"}
+    files |= {"project/test_docs.py": "", "executors/test_native.py": ""}
     for name, text in files.items():
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tests" / name).write_text(text)

@@ -85,8 +85,8 @@ def test_what_holds_up_the_first_use_of_an_op_is_said_on_one_rank_of_a_node(tmp_
         said.append([line for line in done.stderr.splitlines() if "[zeroelastic]" in line])
     compiles = "[zeroelastic] DeepSpeed compiles its op cpu_adam, once on this machine: that takes a minute or two"
     waits = (
-        f"[zeroelastic] {folder}/lock: was left by a build that was killed, and builds there wait forever. If nothing "
-        f"builds there on another machine, remove it: rm {folder}/lock"
+        f"[zeroelastic] {folder}/lock: was left by a build that was killed, and builds there wait forever. If no other "
+        f"machine or user builds there, remove it: rm {folder}/lock"
     )
     assert said == [[] if compiled else [compiles, waits], []]
 
